@@ -1,0 +1,1 @@
+"""The mathematics of the update, as pure tensor functions."""

@@ -1,0 +1,244 @@
+"""RunSpec: what a run-file may say. Core sections only; a pick's own options belong to the capability it names.
+
+A pick is written short (``loss: ppo-clip``) or long (``loss: {use: ppo-clip, low: 0.2}``). Units are in the names.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+NonNegativeFloat = Annotated[float, Field(ge=0.0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class Pick(BaseModel):
+    """A capability by name, with its own options inline. Options are validated by the capability's own model."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+    use: str = Field(description="Name of an installed capability, or module:attr / file.py:fn where the kind is a function.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_form(cls, raw: Any) -> Any:
+        return {"use": raw} if isinstance(raw, str) else raw
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dict(self.__pydantic_extra__ or {})
+
+
+class RewardPick(Pick):
+    weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
+
+
+def _short(field: str) -> BeforeValidator:
+    return BeforeValidator(lambda raw: {field: raw} if isinstance(raw, str) else raw)
+
+
+class ModelSpec(Section):
+    path: str
+    """Hugging Face folder: config.json, safetensors, tokenizer.json, chat template."""
+    context_length: PositiveInt | None = None
+    """Prompt plus output tokens at most; null takes the checkpoint's own limit."""
+
+
+class DataSpec(Section):
+    train: str
+    """JSONL or Parquet file, or folder saved by Hugging Face `datasets`."""
+    eval: str | None = None
+    """Held-out split in the same format; needed when `eval.every_steps` is set and the environment brings no prompts."""
+    prompt_field: str = "prompt"
+    """Column with the prompt: text, or a list of messages."""
+    label_field: str = "label"
+    """Column with the label, passed to rewards; may be absent."""
+    tools_field: str = "tools"
+    """Column with tools in the OpenAI shape; may be absent."""
+    metadata_field: str = "metadata"
+    """Column with a mapping passed through unchanged; may be absent."""
+    system: str | None = None
+    """System message put before prompts that have none."""
+    bad_rows: Literal["stop", "skip"] = "stop"
+    """What an unusable row does; skipped rows are counted and reported with their line."""
+
+
+class SamplingSpec(Section):
+    temperature: NonNegativeFloat = 1.0
+    """Divides the logits on both sides; 0 samples the argmax."""
+    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Nucleus; restricts sampling, never renormalises log-probs."""
+    top_k: NonNegativeInt = 0
+    """0 is off."""
+    min_p: Fraction = 0.0
+    """0 is off."""
+    max_tokens: PositiveInt = 256
+    """Sampled tokens of one completion at most."""
+    stop: tuple[str, ...] = ()
+    """Stop strings beside the family's stop tokens."""
+
+
+class RolloutSpec(Section):
+    sampling: SamplingSpec = SamplingSpec()
+    """How training trajectories are sampled."""
+    over_sample: Annotated[float, Field(ge=1.0)] = 1.0
+    """Groups started per wave as a multiple of those still needed; the surplus is aborted once enough are accepted."""
+    max_waves: PositiveInt = 8
+    """Waves of groups tried per step before the run stops because filters or failures leave too few."""
+    filters: tuple[Pick, ...] = ()
+    """Judge finished groups; all must keep. `nonzero-std` is dynamic sampling."""
+    retries: NonNegativeInt = 2
+    """Times a failed trajectory is tried again before it is dropped and counted."""
+    trajectory_timeout_s: PositiveFloat = 600.0
+    """Deadline of one attempt, generation, tools and environment included."""
+    reward_timeout_s: PositiveFloat = 30.0
+    """Deadline of one reward call; its worker process is killed then."""
+    reward_workers: PositiveInt = 2
+    """Processes that compute rewards."""
+    max_concurrent: PositiveInt = 256
+    """Trajectories in flight at most."""
+    constant_reward_alarm_steps: NonNegativeInt = 5
+    """Steps with one and the same reward everywhere before an alarm is raised; 0 is off."""
+
+
+class SessionSpec(Section):
+    family: Pick | None = None
+    """TITO family; null takes the one installed family that claims the checkpoint."""
+    matcher: Pick = Pick(use="strict")
+    """How replayed messages are compared with stored ones."""
+
+
+class ObjectiveSpec(Section):
+    reduction: Literal["token-mean", "sequence-mean-token-sum", "sequence-mean-token-mean", "fixed-length"] = "token-mean"
+    """How token losses become one number; the denominator is that of the whole update."""
+    fixed_length_tokens: PositiveInt | None = None
+    """Denominator of `fixed-length` per sequence; null takes `rollout.sampling.max_tokens`."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL to the initial policy; 0 keeps no reference model."""
+    kl_in: Literal["loss", "reward"] = "loss"
+    """Where the KL acts."""
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
+    entropy_coef: float = 0.0
+    """Entropy bonus."""
+    old_logprobs: Literal["trainer", "rollout"] = "trainer"
+    """Old policy: recomputed by the trainer before the update, or as the engine recorded it (skips the recompute)."""
+    on_nonfinite: Literal["skip", "stop"] = "stop"
+    """What a NaN or infinity in loss or gradient does to the step."""
+
+
+class OptimizerSpec(Section):
+    lr: PositiveFloat = 1e-6
+    """Peak learning rate of AdamW."""
+    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    """AdamW moments."""
+    eps: PositiveFloat = 1e-8
+    """AdamW epsilon."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Decoupled; not applied to norms and biases."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: NonNegativeInt = 0
+    """Optimizer steps of linear warm-up."""
+    min_lr_ratio: Fraction = 0.0
+    """Where linear and cosine end, as a fraction of `lr`."""
+    clip_grad_norm: PositiveFloat | None = 1.0
+    """Global gradient norm; null is off."""
+
+
+class ScheduleSpec(Section):
+    mode: Literal["sync"] = "sync"
+    """sync: collect, train, publish in turn."""
+    steps: PositiveInt
+    """Rollout steps of the whole run."""
+    groups_per_step: PositiveInt = 8
+    """Prompts whose groups form one step's batch."""
+    group_size: PositiveInt = 8
+    """Trajectories per prompt."""
+    minibatches: PositiveInt = 1
+    """Optimizer steps per rollout step; the batch's groups are split among them."""
+
+
+class PlacementSpec(Section):
+    mode: Literal["colocated", "separate"] = "colocated"
+    """colocated: trainer and engines share devices; separate: each has its own."""
+    trainer_ranks: PositiveInt = 1
+    """Data-parallel ranks of the trainer."""
+    engines: PositiveInt = 1
+    """Engine replicas."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes CUDA when it is there."""
+
+
+class EvalSpec(Section):
+    every_steps: PositiveInt | None = None
+    """Evaluate after these steps, before the first and after the last; null is off."""
+    prompts: PositiveInt = 64
+    """Held-out prompts, always the same ones."""
+    samples_per_prompt: PositiveInt = 1
+    """Trajectories per held-out prompt."""
+    sampling: SamplingSpec = SamplingSpec(temperature=0.0)
+    """How evaluation samples."""
+
+
+class CheckpointSpec(Section):
+    every_steps: PositiveInt | None = None
+    """Save after these steps; the last step always saves."""
+    keep: PositiveInt | None = 2
+    """Newest checkpoints kept; null keeps all."""
+    export_hf: bool = True
+    """Also write the final weights as a Hugging Face folder."""
+
+
+class TrackingSpec(Section):
+    dir: str = "runs"
+    """Folder that holds the run directory."""
+    trackers: tuple[Pick, ...] | None = None
+    """Beside metrics.jsonl; null takes TensorBoard where it is installed."""
+    rollouts_every_steps: PositiveInt = 1
+    """Write rollouts/step_*.parquet after these steps."""
+
+
+class PluginsSpec(Section):
+    disable: tuple[str, ...] = ()
+    """Distributions or entry points never to load."""
+
+
+class RunSpec(Section):
+    """A whole run."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Name of the run directory."""
+    seed: NonNegativeInt = 0
+    """Every random choice derives from it."""
+    model: Annotated[ModelSpec, _short("path")]
+    data: Annotated[DataSpec | None, _short("train")] = None
+    """May be absent when the environment brings prompts."""
+    environment: Pick = Pick(use="chat")
+    rewards: tuple[RewardPick, ...] = ()
+    rollout: RolloutSpec = RolloutSpec()
+    session: SessionSpec = SessionSpec()
+    advantage: Pick = Pick(use="grpo")
+    loss: Pick = Pick(use="ppo-clip")
+    corrections: tuple[Pick, ...] = ()
+    objective: ObjectiveSpec = ObjectiveSpec()
+    optimizer: OptimizerSpec = OptimizerSpec()
+    backend: Pick = Pick(use="fsdp")
+    engine: Pick = Pick(use="local")
+    transport: Pick = Pick(use="inprocess")
+    executor: Pick = Pick(use="inprocess")
+    schedule: ScheduleSpec
+    placement: PlacementSpec = PlacementSpec()
+    eval: EvalSpec = EvalSpec()
+    checkpoint: CheckpointSpec = CheckpointSpec()
+    tracking: TrackingSpec = TrackingSpec()
+    check_weight_update_equal: bool = False
+    """Scramble the engines, publish, and compare every tensor before the first step."""
+    stall_s: PositiveFloat = 300.0
+    """Seconds without progress before the watchdog prints who waits for whom."""
+    plugins: PluginsSpec = PluginsSpec()

@@ -1,0 +1,1 @@
+"""The four contracts: each a pure check over a batch."""

@@ -1,0 +1,1 @@
+"""Prompts: readers, order, exact resume."""

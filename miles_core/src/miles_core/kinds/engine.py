@@ -1,0 +1,118 @@
+"""Engine: samples tokens, token ids in, token ids out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from miles_core.kinds.transport import Receiver
+from miles_core.types import FinishReason, SamplingParams, WeightManifest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerateRequest:
+    request_id: str
+    session_id: str
+    """Turns of one session share it, so that an engine can reuse their prefix."""
+    token_ids: tuple[int, ...]
+    params: SamplingParams
+    routes: bool = False
+    """Return the experts of every MoE layer (tag `records-routes`)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Sampled tokens, in order. The last chunk of a request carries the finish reason (and may carry no token)."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Of each sampled token under the temperature-scaled, full-vocabulary policy; never renormalised after top-p/top-k."""
+    weight_version: int
+    """Version that sampled all tokens of this chunk."""
+    finish_reason: FinishReason | None = None
+    routes: npt.NDArray[np.integer[Any]] | None = None
+    """Last chunk only: [prompt + output - 1, L, K]."""
+    cached_tokens: int = 0
+    """Last chunk only: prompt tokens whose KV was reused."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineContext:
+    """What the executor tells an engine at creation."""
+
+    model_path: str
+    context_length: int | None
+    """Tokens of prompt plus output; None means the checkpoint's own limit."""
+    device: str
+    """``cpu`` or ``cuda:0``."""
+    seed: int
+    index: int = 0
+
+
+class Engine(Protocol):
+    """Created as ``Engine(options, context)``; asynchronous.
+
+    Life: created -> serving; ``pause`` -> paused -> ``begin_update`` -> updating -> ``activate`` -> paused -> ``resume``.
+    Weights become visible only through `activate`, only when the version is complete, and all at once.
+    """
+
+    async def start(self) -> None:
+        """Load the checkpoint and become ready to generate, at weight version -1 (nothing published yet)."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Sample. Closing the iterator early aborts the request.
+
+        Raises:
+            EngineError: the request does not fit the context, or the engine is closed.
+        """
+        ...
+
+    async def pause(self) -> None:
+        """Stop between tokens; requests in flight wait, none is lost. Idempotent."""
+        ...
+
+    async def resume(self) -> None:
+        """Go on. KV of an older weight version is never continued: it is recomputed from ids. Idempotent."""
+        ...
+
+    async def open_receiver(self, make: Callable[[], Receiver]) -> None:
+        """Build the transport's receiving end in this process and keep it for the engine's life."""
+        ...
+
+    async def receive(self, version: int) -> WeightManifest:
+        """Take buckets from the receiver into a staging area until the one marked last.
+
+        Raises:
+            EngineError: a tensor is unknown, of another shape or dtype, sent twice, or missing at the end. The serving
+                weights are untouched and the staged ones dropped.
+        """
+        ...
+
+    async def activate(self, version: int) -> None:
+        """Swap the staged version in, flush every cache of the old one, serve `version` from the next token on.
+
+        Raises:
+            EngineError: that version is not staged completely.
+        """
+        ...
+
+    async def version(self) -> int: ...
+
+    async def scramble(self, seed: int) -> None:
+        """Overwrite every weight with noise (tag `verifies-weights`); the next published version must replace it all."""
+        ...
+
+    async def digests(self) -> Mapping[str, str]:
+        """Digest of every tensor the engine serves with, under its Hugging Face name (tag `verifies-weights`)."""
+        ...
+
+    async def stats(self) -> Mapping[str, float]:
+        """Gauges for the display: running, waiting, tokens sampled, cached tokens."""
+        ...
+
+    async def close(self) -> None: ...

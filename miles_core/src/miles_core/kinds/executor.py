@@ -1,0 +1,66 @@
+"""Executor: places trainer ranks and engines, and hands the driver one object for each side."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from miles_core.kinds.backend import LossSettings, OptimizerSettings, StepMetrics
+from miles_core.kinds.engine import Engine
+from miles_core.kinds.transport import WeightSource
+from miles_core.types import Float32, TrainBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerSpec:
+    """Everything a rank needs, resolved by the driver: workers import exactly `load` and discover nothing."""
+
+    load: str
+    """``module:Class`` of the backend."""
+    options: Any
+    """The backend's own validated options model."""
+    world_size: int
+    model_path: str
+    device: Literal["cpu", "cuda"]
+    seed: int
+    optimizer: OptimizerSettings
+    loss: LossSettings
+    reference: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSpec:
+    load: str
+    options: Any
+    count: int
+    model_path: str
+    context_length: int | None
+    device: Literal["cpu", "cuda"]
+    seed: int
+
+
+class Trainer(WeightSource, Protocol):
+    """All ranks as one object; asynchronous. A failing rank's error is raised with its rank in `where`."""
+
+    async def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32: ...
+    async def train_step(self, batch: TrainBatch) -> StepMetrics: ...
+    async def save(self, directory: Path) -> None: ...
+    async def load(self, directory: Path) -> None: ...
+    async def save_hf(self, directory: Path) -> None: ...
+    async def offload(self) -> None: ...
+    async def onload(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Executor(Protocol):
+    """Created in the driver as ``Executor(options)``; owns every process it starts and leaves none behind after `close`."""
+
+    async def start_trainer(self, spec: TrainerSpec) -> Trainer: ...
+    async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]: ...
+    async def describe(self) -> Mapping[str, str]:
+        """Where each rank and engine runs, for env.json and error messages."""
+        ...
+
+    async def close(self) -> None: ...

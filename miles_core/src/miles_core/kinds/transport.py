@@ -1,0 +1,70 @@
+"""Transport: moves one complete weight version to every engine, or nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+from miles_core.types import WeightBucket, WeightManifest
+
+if TYPE_CHECKING:
+    from miles_core.kinds.engine import Engine
+
+
+class Sender(Protocol):
+    """The trainer's end; lives in trainer rank 0."""
+
+    def send(self, bucket: WeightBucket) -> None: ...
+    def abort(self, reason: str) -> None:
+        """Tell the receivers that this version will not be completed."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Receiver(Protocol):
+    """An engine's end; lives in the engine's process. Blocking: engines call it from a worker thread."""
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        """Yield the version's buckets in order, the last one marked so.
+
+        Raises:
+            TransportError: the sender aborted, vanished, or sent another version.
+        """
+        ...
+
+    def close(self) -> None: ...
+
+
+class WeightSource(Protocol):
+    """The trainer as a transport sees it."""
+
+    async def open_sender(self, make: Callable[[], Sender]) -> None:
+        """Build the sending end in trainer rank 0 and keep it for the trainer's life."""
+        ...
+
+    async def send_weights(self, version: int) -> WeightManifest:
+        """Export the current weights on all ranks and push each bucket through the sender of rank 0."""
+        ...
+
+
+class Transport(Protocol):
+    """Created in the driver as ``Transport(options)``. It joins the two ends; pausing and activating are not its business."""
+
+    async def open(self, source: WeightSource, engines: Sequence[Engine]) -> None:
+        """Connect once, before the first publish."""
+        ...
+
+    async def publish(self, version: int) -> WeightManifest:
+        """Stage `version` on every engine; return the sender's manifest.
+
+        Raises:
+            TransportError: some engine did not stage it completely; none may be activated.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+SenderFactory = Callable[[], Any]
+"""Must be picklable for executors with processes of their own: a class, or ``functools.partial(Class, ...)``."""

@@ -1,0 +1,1 @@
+"""The session owns token ids; agents see messages."""

@@ -1,0 +1,1 @@
+"""Conformance kits and test doubles for plugin authors."""

@@ -1,0 +1,355 @@
+"""The values that flow through a run, left to right; plain, immutable, numpy only.
+
+    Prompt -> Session(s) -> Trajectory -> Group -> TrainBatch -> (loss, update) -> WeightBucket
+
+Shape letters: T tokens of one trajectory, N packed tokens of a batch, S sequences of a batch, L MoE layers, K experts a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from miles_core.errors import ContractError
+
+if TYPE_CHECKING:
+    import torch
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float32 = npt.NDArray[np.float32]
+Bool = npt.NDArray[np.bool_]
+
+
+# --- conversation ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolCall:
+    """A call the model made. `arguments` is the JSON text exactly as parsed from the model's tokens."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Message:
+    """One chat message; a view of tokens, never their source.
+
+    Example:
+        Message(role="user", content="2 + 2 = ?")
+    """
+
+    role: str
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str | None = None
+    name: str | None = None
+
+
+Tool = Mapping[str, Any]
+"""A function tool in the OpenAI shape: ``{"type": "function", "function": {"name", "description", "parameters"}}``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One task drawn from the data."""
+
+    id: str
+    """Stable across epochs and runs; unique within its source."""
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    label: Any = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-compatible; reaches environment, reward and tracker unchanged."""
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How an engine samples. Neutral by default: a checkpoint's generation_config never alters it.
+
+    Log-probs are always those of the temperature-scaled, full-vocabulary policy: top-p, top-k and min-p restrict what is
+    sampled but never renormalise. Temperature 0 samples the argmax and its log-prob is that of temperature 1.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 means off."""
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    """Stop strings; the tokens that spell one stay in the row, since they were sampled."""
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int | None = None
+    """Makes a request's tokens a function of (weights, prompt, seed) and of nothing else the engine does."""
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSpan:
+    """Sampled tokens ``[start, end)`` of a row that one weight version made; never empty."""
+
+    start: int
+    end: int
+    weight_version: int
+
+
+# --- trajectories ---------------------------------------------------------------------------------------------------
+
+
+class Status(StrEnum):
+    """How a trajectory ended. A failed one is data: counted, kept out of loss and baseline, never scored 0."""
+
+    COMPLETED = "completed"
+    TRUNCATED = "truncated"
+    ABORTED = "aborted"
+    FAILED = "failed"
+
+
+class Boundary(StrEnum):
+    """Where a failed trajectory failed."""
+
+    ENGINE = "engine"
+    HARNESS = "harness"
+    ENVIRONMENT = "environment"
+    REWARD = "reward"
+    MATCHER = "matcher"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    boundary: Boundary
+    message: str
+    timed_out: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One complete attempt at a prompt: the token row the session owns, and what is known of each token.
+
+    All token arrays have length T and share positions. `logprobs` is NaN where a token was not sampled (0.0 is a legal
+    log-prob). `sampled` and `loss_mask` are separate because branching histories train a token once though several
+    leaves contain it.
+    """
+
+    prompt_id: str
+    session_id: str
+    token_ids: Int32
+    sampled: Bool
+    loss_mask: Bool
+    logprobs: Float32
+    spans: tuple[TokenSpan, ...]
+    temperature: float
+    """Temperature that sampled the tokens; the trainer divides logits by it (0 means 1, see SamplingParams)."""
+    status: Status
+    failure: Failure | None = None
+    reward: float | None = None
+    routes: npt.NDArray[np.integer[Any]] | None = None
+    """int16 or int32 [T-1, L, K], or None where the engine records none."""
+    messages: tuple[Message, ...] = ()
+    """The whole conversation, prompt included."""
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    """JSON-compatible facts from environment and reward (reward parts, turns, tool time)."""
+
+    @property
+    def length(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def response_tokens(self) -> int:
+        """Number of sampled tokens."""
+        return int(self.sampled.sum())
+
+    def check(self) -> None:
+        """Verify the tokens contract.
+
+        Raises:
+            ContractError: naming the first array or position that breaks it.
+        """
+        problem = _row_problem(self)
+        if problem:
+            raise ContractError(
+                "tokens contract: " + problem,
+                where=f"prompt {self.prompt_id!r}, session {self.session_id!r}",
+                do="report the engine or session that built this trajectory",
+            )
+
+    def with_reward(self, reward: float | None, **metadata: Any) -> Trajectory:
+        return replace(self, reward=reward, metadata={**self.metadata, **metadata})
+
+
+def _row_problem(row: Trajectory) -> str | None:
+    length = row.length
+    for name in ("sampled", "loss_mask", "logprobs"):
+        found = getattr(row, name).shape
+        if found != (length,):
+            return f"`{name}` has shape {found}, `token_ids` has ({length},)"
+    if (row.loss_mask & ~row.sampled).any():
+        return f"token {int(np.argmax(row.loss_mask & ~row.sampled))} is trained but was not sampled"
+    finite = np.isfinite(row.logprobs)
+    if (finite != row.sampled).any():
+        at = int(np.argmax(finite != row.sampled))
+        return f"token {at} has log-prob {row.logprobs[at]} and sampled={bool(row.sampled[at])}"
+    if (row.logprobs[row.sampled] > 0).any():
+        return "a sampled token has a positive log-prob"
+    covered = np.zeros(length, dtype=np.int64)
+    for span in row.spans:
+        if not 0 <= span.start < span.end <= length:
+            return f"span [{span.start}, {span.end}) does not lie in [0, {length})"
+        covered[span.start : span.end] += 1
+    if (covered != row.sampled).any():
+        return f"version spans do not tile the sampled tokens (first at {int(np.argmax(covered != row.sampled))})"
+    if row.routes is not None and row.routes.shape[0] != max(length - 1, 0):
+        return f"`routes` has {row.routes.shape[0]} rows for {length} tokens, expected {length - 1}"
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """All attempts at one prompt that a group-relative objective compares."""
+
+    prompt: Prompt
+    trajectories: tuple[Trajectory, ...]
+
+    @property
+    def trainable(self) -> tuple[Trajectory, ...]:
+        """Those that ended by themselves or by length and were scored; failures and aborts are infrastructure, not data."""
+        good = (Status.COMPLETED, Status.TRUNCATED)
+        return tuple(t for t in self.trajectories if t.status in good and t.reward is not None and t.loss_mask.any())
+
+
+# --- training -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """Whole trajectories, concatenated. Every denominator is already in `token_weights`; nothing downstream divides.
+
+    The loss of the update is ``sum(token_weights * per_token_loss)`` over all micro-batches of all ranks.
+    """
+
+    lengths: Int64
+    """[S] tokens of each sequence; sum = N."""
+    group_ids: Int64
+    """[S] which prompt a sequence belongs to."""
+    rewards: Float32
+    """[S]"""
+    temperatures: Float32
+    """[S] as sampled; 0 is stored as 1."""
+    token_ids: Int32
+    """[N]"""
+    loss_mask: Bool
+    """[N] True where the token is trained. The log-prob at position i is that of token i given tokens < i of its sequence."""
+    rollout_logprobs: Float32
+    """[N] engine's log-prob; 0.0 where not sampled (checked NaN before)."""
+    versions: Int64
+    """[N] weight version that sampled the token, -1 where not sampled."""
+    advantages: Float32
+    """[N]"""
+    token_weights: Float32
+    """[N] reduction weight of the token over the whole update; 0 outside the mask."""
+    correction_weights: Float32
+    """[N] product of the corrections; 1 where none applies."""
+    old_logprobs: Float32 | None = None
+    """[N] trainer's pre-update log-probs, or the rollout's when the run says so."""
+    ref_logprobs: Float32 | None = None
+    """[N] reference policy's log-probs when KL to it is on."""
+    values: Float32 | None = None
+    """[N] critic's values."""
+    routes: npt.NDArray[np.integer[Any]] | None = None
+    """[N, L, K]; the row of a sequence's last token is unused."""
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.lengths.shape[0])
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.token_ids.shape[0])
+
+    @property
+    def num_loss_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def offsets(self) -> Int64:
+        """[S + 1] start of each sequence in the packed arrays, and N."""
+        return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
+
+    @property
+    def sequence_ids(self) -> Int64:
+        """[N]"""
+        return np.repeat(np.arange(self.num_sequences, dtype=np.int64), self.lengths)
+
+    def select(self, sequences: Sequence[int]) -> TrainBatch:
+        """The batch of the given sequences, in that order; weights keep their whole-update meaning."""
+        picked = np.asarray(sequences, dtype=np.int64)
+        starts = self.offsets[:-1]
+        tokens = np.concatenate([np.arange(starts[s], starts[s] + self.lengths[s]) for s in picked] or [np.zeros(0, np.int64)])
+        per_sequence = {name: getattr(self, name)[picked] for name in PER_SEQUENCE}
+        per_token = {
+            name: None if getattr(self, name) is None else getattr(self, name)[tokens] for name in PER_TOKEN
+        }
+        return TrainBatch(**per_sequence, **per_token)
+
+
+PER_SEQUENCE = ("lengths", "group_ids", "rewards", "temperatures")
+PER_TOKEN = (
+    "token_ids",
+    "loss_mask",
+    "rollout_logprobs",
+    "versions",
+    "advantages",
+    "token_weights",
+    "correction_weights",
+    "old_logprobs",
+    "ref_logprobs",
+    "values",
+    "routes",
+)
+
+
+# --- weights --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedTensor:
+    """A tensor under its Hugging Face name."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightBucket:
+    """A bounded piece of one weight version. Tied and fused groups are never split over buckets."""
+
+    version: int
+    index: int
+    last: bool
+    tensors: tuple[NamedTensor, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightManifest:
+    """What one side saw of a weight version: the digest (blake2b-16, hex) of every tensor's bytes."""
+
+    version: int
+    digests: Mapping[str, str]
+    num_bytes: int

@@ -1,0 +1,1 @@
+"""Weight versions: buckets, digests, life cycle."""

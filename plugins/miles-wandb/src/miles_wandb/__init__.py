@@ -1,0 +1,3 @@
+"""Weights & Biases tracker for Miles."""
+
+__version__ = "0.1.0"
