@@ -1,0 +1,41 @@
+"""Ctrl-C once: finish the step, save, stop. Ctrl-C twice: stop now. SIGTERM acts like the first Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Iterator
+
+
+class StopRequest:
+    """Whether the run was asked to stop. Checked by the loop between steps."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self.now = False
+
+
+@contextlib.contextmanager
+def stop_on_signals(main: asyncio.Task[object], say: Callable[[str], None]) -> Iterator[StopRequest]:
+    """Install handlers on the running loop; cancel `main` at the second signal."""
+    request = StopRequest()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if not request.requested:
+            request.requested = True
+            say("stopping: this step is finished and saved first; press Ctrl-C again to stop now without saving")
+        else:
+            request.now = True
+            say("stopping now; the last checkpoint stands")
+            main.cancel()
+
+    handled = (signal.SIGINT, signal.SIGTERM)
+    for number in handled:
+        loop.add_signal_handler(number, on_signal)
+    try:
+        yield request
+    finally:
+        for number in handled:
+            loop.remove_signal_handler(number)
