@@ -1,1 +1,1 @@
-"""The run-file: its schema, loading, resolution against what is installed, and the report of everything wrong with it."""
+"""The run-file: its schema, loading, resolution against what is installed, and the report of what is wrong with it."""

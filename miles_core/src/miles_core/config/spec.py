@@ -12,17 +12,20 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloa
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Reduction = Literal["token-mean", "sequence-mean-token-sum", "sequence-mean-token-mean", "fixed-length"]
 
 
 class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class Pick(BaseModel):
     """A capability by name, with its own options inline. Options are validated by the capability's own model."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
-    use: str = Field(description="Name of an installed capability, or module:attr / file.py:fn where the kind is a function.")
+    use: str = Field(
+        description="Name of an installed capability; a reward or filter may be module:attr or file.py:fn."
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -53,7 +56,7 @@ class DataSpec(Section):
     train: str
     """JSONL or Parquet file, or folder saved by Hugging Face `datasets`."""
     eval: str | None = None
-    """Held-out split in the same format; needed when `eval.every_steps` is set and the environment brings no prompts."""
+    """Held-out split in the same format; `eval.every_steps` needs it unless the environment brings prompts."""
     prompt_field: str = "prompt"
     """Column with the prompt: text, or a list of messages."""
     label_field: str = "label"
@@ -114,7 +117,7 @@ class SessionSpec(Section):
 
 
 class ObjectiveSpec(Section):
-    reduction: Literal["token-mean", "sequence-mean-token-sum", "sequence-mean-token-mean", "fixed-length"] = "token-mean"
+    reduction: Reduction = "token-mean"
     """How token losses become one number; the denominator is that of the whole update."""
     fixed_length_tokens: PositiveInt | None = None
     """Denominator of `fixed-length` per sequence; null takes `rollout.sampling.max_tokens`."""
@@ -212,33 +215,53 @@ class PluginsSpec(Section):
 class RunSpec(Section):
     """A whole run."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Name of the run directory."""
     seed: NonNegativeInt = 0
     """Every random choice derives from it."""
     model: Annotated[ModelSpec, _short("path")]
+    """The checkpoint that is trained; a bare text is its `path`."""
     data: Annotated[DataSpec | None, _short("train")] = None
-    """May be absent when the environment brings prompts."""
+    """Prompts; a bare text is `train`. Absent when the environment brings prompts."""
     environment: Pick = Pick(use="chat")
+    """Runs one episode per trajectory; `chat` asks for one answer to the prompt."""
     rewards: tuple[RewardPick, ...] = ()
+    """Score a finished episode; weighted and summed, together with the environment's own score."""
     rollout: RolloutSpec = RolloutSpec()
+    """How trajectories are collected."""
     session: SessionSpec = SessionSpec()
+    """How messages become tokens."""
     advantage: Pick = Pick(use="grpo")
+    """Turns rewards into per-token advantages."""
     loss: Pick = Pick(use="ppo-clip")
+    """Per-token policy loss."""
     corrections: tuple[Pick, ...] = ()
+    """Per-token weights from the log-ratio between trainer and rollout; they multiply."""
     objective: ObjectiveSpec = ObjectiveSpec()
+    """What is added to the policy loss, and how it is averaged."""
     optimizer: OptimizerSpec = OptimizerSpec()
+    """AdamW and its schedule."""
     backend: Pick = Pick(use="fsdp")
+    """The trainer."""
     engine: Pick = Pick(use="local")
+    """The sampler."""
     transport: Pick = Pick(use="inprocess")
+    """Moves each weight version from trainer to engines."""
     executor: Pick = Pick(use="inprocess")
+    """Places trainer ranks and engines."""
     schedule: ScheduleSpec
+    """How much is done, and in which order."""
     placement: PlacementSpec = PlacementSpec()
+    """How many ranks and engines there are, and on which devices."""
     eval: EvalSpec = EvalSpec()
+    """Evaluation on held-out prompts."""
     checkpoint: CheckpointSpec = CheckpointSpec()
+    """When to save, and what to keep."""
     tracking: TrackingSpec = TrackingSpec()
+    """Where the run's record goes."""
     check_weight_update_equal: bool = False
     """Scramble the engines, publish, and compare every tensor before the first step."""
     stall_s: PositiveFloat = 300.0
     """Seconds without progress before the watchdog prints who waits for whom."""
     plugins: PluginsSpec = PluginsSpec()
+    """Which plugins may load."""

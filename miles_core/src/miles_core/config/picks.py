@@ -1,0 +1,44 @@
+"""Where a run-file picks capabilities, and what a value may be written short for; read off `KINDS` and `RunSpec`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from miles_core.capability import KINDS
+from miles_core.config.spec import Pick, RunSpec
+from miles_core.config.yaml12 import Path
+
+FUNCTION_KINDS = frozenset({"reward", "filter"})
+"""Kinds whose pick may name the user's own function, ``module:attr`` or ``file.py:fn``."""
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    kind.name: tuple(kind.section.split(".")) for kind in KINDS.values() if kind.section is not None
+}
+"""Kind to the path of its pick, or of its list of picks."""
+
+_SHORT_FIELDS: dict[Path, str] = {("model",): "path", ("data",): "train"}
+
+
+def kind_at(path: Path) -> str | None:
+    """The kind picked at exactly this path."""
+    for kind, section in SECTIONS.items():
+        if KINDS[kind].many:
+            if len(path) == len(section) + 1 and path[:-1] == section and isinstance(path[-1], int):
+                return kind
+        elif path == section:
+            return kind
+    return None
+
+
+def short_key(path: Path) -> str | None:
+    """The key a bare text at this path stands for: ``loss: ppo-clip`` means ``loss: {use: ppo-clip}``."""
+    return "use" if kind_at(path) else _SHORT_FIELDS.get(path)
+
+
+def default_pick(kind: str) -> str | None:
+    """Name that a kind with one pick has when the run-file does not mention it."""
+    head, *rest = SECTIONS[kind]
+    value: Any = RunSpec.model_fields[head].default
+    for part in rest:
+        value = getattr(value, part)
+    return value.use if isinstance(value, Pick) else None
