@@ -1,0 +1,87 @@
+"""Digests of tensors: how two sides agree that they hold the same weights without showing them to each other.
+
+A digest covers dtype, shape and bytes, so that a transposed, viewed or re-rounded tensor differs even when its bytes or
+its values happen to agree. Names are those `save_pretrained` would write.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from miles_core.types import NamedTensor, WeightManifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DIGEST_BYTES = 16
+NAMES_SHOWN = 8
+"""Names listed in a message before it says how many more there are."""
+
+
+def digest_tensor(tensor: Tensor) -> str:
+    """Digest of one tensor, any device and layout.
+
+    Returns:
+        32 hexadecimal characters: blake2b of dtype, shape and the row-major bytes.
+    """
+    import torch
+
+    values = tensor.detach().to("cpu").contiguous()
+    digest = hashlib.blake2b(f"{values.dtype}|{tuple(values.shape)}|".encode(), digest_size=DIGEST_BYTES)
+    # uint8 views work for every dtype, bfloat16 and float8 included; a 0-dimensional tensor has no last axis to view.
+    digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def manifest(version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
+    """Digest every tensor of a weight version.
+
+    Raises:
+        ValueError: a name comes twice.
+    """
+    digests: dict[str, str] = {}
+    num_bytes = 0
+    for named in tensors:
+        if named.name in digests:
+            raise ValueError(f"tensor {named.name!r} comes twice in version {version}")
+        digests[named.name] = digest_tensor(named.tensor)
+        num_bytes += named.tensor.numel() * named.tensor.element_size()
+    return WeightManifest(version=version, digests=digests, num_bytes=num_bytes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Differences:
+    """What two sets of digests do not share. Falsy when they are equal."""
+
+    missing: tuple[str, ...]
+    """Expected but not found."""
+    unexpected: tuple[str, ...]
+    """Found but not expected."""
+    changed: tuple[str, ...]
+    """Found with other dtype, shape or bytes."""
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.changed)
+
+    def __str__(self) -> str:
+        parts = [("missing", self.missing), ("unexpected", self.unexpected), ("different", self.changed)]
+        return "; ".join(f"{len(names)} {label}: {name_some(names)}" for label, names in parts if names) or "equal"
+
+
+def compare(expected: Mapping[str, str], found: Mapping[str, str]) -> Differences:
+    """Compare two mappings of tensor name to digest; names come back sorted."""
+    return Differences(
+        missing=tuple(sorted(expected.keys() - found.keys())),
+        unexpected=tuple(sorted(found.keys() - expected.keys())),
+        changed=tuple(sorted(name for name in expected.keys() & found.keys() if expected[name] != found[name])),
+    )
+
+
+def name_some(names: Iterable[str]) -> str:
+    """The first names, comma separated, and how many more there are."""
+    listed = list(names)
+    shown = ", ".join(listed[:NAMES_SHOWN])
+    return shown if len(listed) <= NAMES_SHOWN else f"{shown} and {len(listed) - NAMES_SHOWN} more"
