@@ -1,0 +1,58 @@
+"""Contract 3: trainer and rollout give each sampled token the same log-prob under the same weights.
+
+Per trained token, ``d = log old (trainer, before the update) - log rollout`` and the ratio ``m = e^d``. Perfect is d
+= 0 everywhere. Numerics, staleness, a wrong temperature, a shifted mask or a broken template all show here first.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from miles_core.contracts.report import MAX_OFFENDERS, Report, Verdict
+from miles_core.types import TrainBatch
+
+MAX_MEAN_ABS_DIFF = 0.1
+"""Nats. Mixed precision and quantised engines stay below 0.04; a wrong template or temperature starts near 0.5."""
+RATIO_BOUNDS = (0.0, 2.0)
+"""The default interval of `tis` and `clip-or-pop`; the fraction outside says what they would touch."""
+
+
+def check(batch: TrainBatch, *, old_is_rollout: bool = False, max_mean_abs_diff: float = MAX_MEAN_ABS_DIFF) -> Report:
+    """Compare the old policy's log-probs with those the engine recorded, over trained tokens.
+
+    Args:
+        old_is_rollout: The run takes the engine's log-probs as the old policy; then there is nothing to compare.
+        max_mean_abs_diff: Nats beyond which the mean of \\|d\\| breaks the contract.
+    """
+    if old_is_rollout or batch.old_logprobs is None or not batch.num_loss_tokens:
+        return Report(name="logprobs", status=Verdict.UNAVAILABLE)
+    mask = batch.loss_mask
+    d = batch.old_logprobs[mask].astype(np.float64) - batch.rollout_logprobs[mask].astype(np.float64)
+    ratio = np.exp(np.clip(d, -20.0, 20.0))
+    mean = float(np.abs(d).mean())
+    low, high = RATIO_BOUNDS
+    broken = not mean <= max_mean_abs_diff  # NaN is broken
+    return Report(
+        name="logprobs",
+        status=Verdict.BROKEN if broken else Verdict.OK,
+        metrics={
+            "contract/logprobs/abs_diff_mean": mean,
+            "contract/logprobs/abs_diff_max": float(np.abs(d).max()),
+            "contract/logprobs/kl_k1": float(-d.mean()),
+            "contract/logprobs/kl_k3": float((np.expm1(np.clip(d, -20.0, 20.0)) - np.clip(d, -20.0, 20.0)).mean()),
+            "contract/logprobs/ratio_mean": float(ratio.mean()),
+            "contract/logprobs/ratio_min": float(ratio.min()),
+            "contract/logprobs/ratio_max": float(ratio.max()),
+            "contract/logprobs/ratio_outside_fraction": float(((ratio < low) | (ratio > high)).mean()),
+        },
+        offenders=_worst(d, batch.sequence_ids[mask]) if broken else (),
+    )
+
+
+def _worst(
+    d: np.ndarray[tuple[int], np.dtype[np.float64]], sequence_ids: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> tuple[str, ...]:
+    sequences, index = np.unique(sequence_ids, return_inverse=True)
+    means = np.bincount(index, weights=np.abs(d)) / np.bincount(index)
+    order = np.argsort(-means, kind="stable")[:MAX_OFFENDERS]
+    return tuple(f"sequence {int(sequences[s])}: mean |difference| {means[s]:.3f} nats" for s in order)

@@ -1,0 +1,52 @@
+"""Contract 1: both sides condition on identical token ids, and agree on which of them were sampled and are trained."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from miles_core.contracts.report import MAX_OFFENDERS, Report, Verdict
+from miles_core.errors import ContractError
+from miles_core.types import Group, Status, TrainBatch
+
+
+def check(groups: Sequence[Group], batch: TrainBatch | None = None) -> Report:
+    """Check every row of `groups` that did not fail, and that `batch`, if given, holds the trainable ones unchanged."""
+    rows = [row for group in groups for row in group.trajectories if row.status is not Status.FAILED]
+    offenders = []
+    for row in rows:
+        try:
+            row.check()
+        except ContractError as error:
+            offenders.append(f"{error.where}: {error.message}")
+    changed = [] if batch is None else _changed(groups, batch)
+    trainable = [row for group in groups for row in group.trainable]
+    return Report(
+        name="tokens",
+        status=Verdict.BROKEN if offenders or changed else Verdict.OK,
+        metrics={
+            "contract/tokens/checked_trajectories": float(len(rows)),
+            "contract/tokens/broken_trajectories": float(len(offenders) + len(changed)),
+            "contract/tokens/sampled_tokens": float(sum(row.response_tokens for row in trainable)),
+            "contract/tokens/trained_tokens": float(sum(int(row.loss_mask.sum()) for row in trainable)),
+        },
+        offenders=tuple([*offenders, *changed][:MAX_OFFENDERS]),
+    )
+
+
+def _changed(groups: Sequence[Group], batch: TrainBatch) -> list[str]:
+    """Rows of the batch whose ids or mask are not those that rollout produced."""
+    rows = [row for group in groups for row in group.trainable]
+    if len(rows) != batch.num_sequences:
+        return [f"the batch has {batch.num_sequences} sequences, rollout made {len(rows)}"]
+    found = []
+    starts = batch.offsets
+    for index, row in enumerate(rows):
+        here = slice(int(starts[index]), int(starts[index + 1]))
+        same_ids = np.array_equal(batch.token_ids[here], row.token_ids)
+        if not (same_ids and np.array_equal(batch.loss_mask[here], row.loss_mask)):
+            found.append(
+                f"session {row.session_id!r}: {'mask' if same_ids else 'ids'} changed on the way to the trainer"
+            )
+    return found
