@@ -207,6 +207,13 @@ def miles_corrections() -> Iterable[Capability]:
             rules=(_recompute_rule("clip-or-pop"),),
         ),
         Capability(
+            name="importance",
+            summary="the general form: ratio of token, sequence or its mean; truncate, mask or veto",
+            load=f"{_CORRECTIONS}:importance",
+            options=f"{_OPTIONS}:ImportanceOptions",
+            rules=(_recompute_rule("importance"),),
+        ),
+        Capability(
             name="metrics-only",
             summary="measures the train/rollout ratio and changes nothing",
             load=f"{_CORRECTIONS}:metrics_only",

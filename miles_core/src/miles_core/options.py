@@ -5,7 +5,7 @@ Function kinds receive the fields as keyword arguments, class kinds receive the 
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, model_validator
 
@@ -104,6 +104,15 @@ class TisOptions(RatioInterval):
 
 class ClipOrPopOptions(RatioInterval):
     """In the interval the ratio passes; outside, the token leaves the gradient."""
+
+
+class ImportanceOptions(RatioInterval):
+    """Any level of ratio with any treatment of what leaves the interval."""
+
+    level: Literal["token", "sequence", "geometric"] = "token"
+    """Whose ratio is judged: the token's, its sequence's product, or that product's geometric mean."""
+    action: Literal["truncate", "mask", "veto"] = "truncate"
+    """truncate: clamp the ratio; mask: 0 outside the interval; veto: weight 1, and sequences with an outlier drop out."""
 
 
 # --- rollout --------------------------------------------------------------------------------------------------------

@@ -1,12 +1,12 @@
 """The one module a plugin author imports.
 
-    from miles_core.plugin import Capability, hookimpl
+from miles_core.plugin import Capability, hookimpl
 
-    MILES_API = 1
+MILES_API = 1
 
-    @hookimpl
-    def miles_rewards():
-        return [Capability(name="length", summary="prefers short answers", load="my_pkg.reward:length")]
+@hookimpl
+def miles_rewards():
+    return [Capability(name="length", summary="prefers short answers", load="my_pkg.reward:length")]
 """
 
 from miles_core.capability import Capability, Rule, conflicts, requires

@@ -301,11 +301,11 @@ class TrainBatch:
         """The batch of the given sequences, in that order; weights keep their whole-update meaning."""
         picked = np.asarray(sequences, dtype=np.int64)
         starts = self.offsets[:-1]
-        tokens = np.concatenate([np.arange(starts[s], starts[s] + self.lengths[s]) for s in picked] or [np.zeros(0, np.int64)])
+        tokens = np.concatenate(
+            [np.arange(starts[s], starts[s] + self.lengths[s]) for s in picked] or [np.zeros(0, np.int64)]
+        )
         per_sequence = {name: getattr(self, name)[picked] for name in PER_SEQUENCE}
-        per_token = {
-            name: None if getattr(self, name) is None else getattr(self, name)[tokens] for name in PER_TOKEN
-        }
+        per_token = {name: None if getattr(self, name) is None else getattr(self, name)[tokens] for name in PER_TOKEN}
         return TrainBatch(**per_sequence, **per_token)
 
 

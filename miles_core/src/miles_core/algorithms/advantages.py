@@ -90,7 +90,7 @@ def reinforce_pp_baseline(inputs: AdvantageInputs, /) -> Tensor:
     return _whiten(tokens, inputs.mask).to(inputs.rewards.dtype)
 
 
-def gae(inputs: AdvantageInputs, /, *, gamma: float = 1.0, lam: float = 1.0, whiten: bool = False) -> Tensor:
+def gae(inputs: AdvantageInputs, /, *, gamma: float = 1.0, lam: float = 0.95, normalize: bool = True) -> Tensor:
     """Generalised advantage estimation on the subsequence of trained tokens.
 
     ``delta_t = r_t + gamma V_next - V_t``, ``A_t = delta_t + gamma lam A_next``; the value after the last trained
@@ -99,7 +99,7 @@ def gae(inputs: AdvantageInputs, /, *, gamma: float = 1.0, lam: float = 1.0, whi
     Args:
         gamma: Discount per trained token.
         lam: Weight of longer returns.
-        whiten: Normalise over the batch's trained tokens.
+        normalize: Whiten over the batch's trained tokens.
     Returns:
         f[N], 0 outside the mask.
     Raises:
@@ -118,7 +118,7 @@ def gae(inputs: AdvantageInputs, /, *, gamma: float = 1.0, lam: float = 1.0, whi
     following = torch.cat([values[:, 1:], values.new_zeros(values.shape[0], 1)], dim=1)
     deltas = rows.token_rewards(inputs, inputs.rewards.double()) + gamma * following - values
     advantages = rows.unpack(rows.scan(deltas, decay=gamma * lam), inputs)
-    return (_whiten(advantages, inputs.mask) if whiten else advantages).to(inputs.rewards.dtype)
+    return (_whiten(advantages, inputs.mask) if normalize else advantages).to(inputs.rewards.dtype)
 
 
 # --- groups ---------------------------------------------------------------------------------------------------------

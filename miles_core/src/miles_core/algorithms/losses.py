@@ -51,13 +51,13 @@ def gspo(inputs: LossInputs, /, *, low: float = 3e-4, high: float = 4e-4) -> Los
     return _clipped(mean.exp(), log_ratio, inputs, low=low, high=high, dual_clip=None)
 
 
-def cispo(inputs: LossInputs, /, *, low: float | None = None, high: float = 4.0) -> LossOutput:
+def cispo(inputs: LossInputs, /, *, low: float = 1.0, high: float = 4.0) -> LossOutput:
     """``-clip(rho, 1 - low, 1 + high) A log policy`` with no gradient through the clipped ratio.
 
     Every token keeps its gradient; a clipped one merely has a bounded weight.
 
     Args:
-        low: Clip distance below 1; None leaves small ratios as they are.
+        low: Clip distance below 1; 1.0 leaves small ratios as they are.
         high: Clip distance above 1. 4.0 caps the weight at 5.
     Returns:
         Loss f[N] and the metrics clip_fraction_low, clip_fraction_high, approx_kl, ratio.
@@ -65,11 +65,10 @@ def cispo(inputs: LossInputs, /, *, low: float | None = None, high: float = 4.0)
     """
     log_ratio = _log_ratio(inputs).detach()
     ratio = log_ratio.exp()
-    floor = 0.0 if low is None else 1.0 - low
-    weight = ratio.clamp(floor, 1.0 + high)
+    weight = ratio.clamp(1.0 - low, 1.0 + high)
     logprobs = torch.where(inputs.mask, inputs.logprobs, 0.0)
     metrics = {
-        "clip_fraction_low": _flag(ratio < floor, inputs),
+        "clip_fraction_low": _flag(ratio < 1.0 - low, inputs),
         "clip_fraction_high": _flag(ratio > 1.0 + high, inputs),
         **_ratio_metrics(ratio, log_ratio, inputs),
     }
