@@ -32,7 +32,8 @@ class Rule:
     """One fact about combinations, as data. It fires when all of `when` hold and, if `needs` is given, some `needs` does not.
 
     A condition is ``path=value``, ``path in (a, b)`` or ``kind:tag`` (the picked capability of that kind provides the tag).
-    `check` names a function ``facts -> Iterable[Problem]`` for what data cannot say (arithmetic); use it last.
+    `check` names a function ``Facts -> Iterable[Finding]`` (`miles_core.rules`) for what data cannot say (arithmetic); use it
+    last. It runs only when all of `when` hold.
     """
 
     id: str

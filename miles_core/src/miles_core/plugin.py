@@ -11,5 +11,6 @@ def miles_rewards():
 
 from miles_core.capability import Capability, Rule, conflicts, requires
 from miles_core.hookspecs import hookimpl
+from miles_core.rules import Facts, Finding
 
-__all__ = ["Capability", "Rule", "conflicts", "hookimpl", "requires"]
+__all__ = ["Capability", "Facts", "Finding", "Rule", "conflicts", "hookimpl", "requires"]
