@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 from miles_core.types import WeightBucket, WeightManifest
@@ -11,12 +12,27 @@ if TYPE_CHECKING:
     from miles_core.kinds.engine import Engine
 
 
-class Sender(Protocol):
-    """The trainer's end; lives in trainer rank 0."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Staged:
+    """What one publish moved: the sender's account, and that of every engine in the order given to `open`."""
 
-    def send(self, bucket: WeightBucket) -> None: ...
+    sent: WeightManifest
+    received: tuple[WeightManifest, ...]
+
+
+class Sender(Protocol):
+    """The trainer's end; lives in trainer rank 0. All calls come from the thread that built it."""
+
+    def send(self, bucket: WeightBucket) -> None:
+        """Move one bucket. The tensors may alias live parameters: keep no reference to them after returning.
+
+        Raises:
+            TransportError: a receiver failed or vanished, or the publish was abandoned.
+        """
+        ...
+
     def abort(self, reason: str) -> None:
-        """Tell the receivers that this version will not be completed."""
+        """Tell the receivers that the version in progress will not be completed. Never raises; may be called twice."""
         ...
 
     def close(self) -> None: ...
@@ -26,7 +42,7 @@ class Receiver(Protocol):
     """An engine's end; lives in the engine's process. Blocking: engines call it from a worker thread."""
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yield the version's buckets in order, the last one marked so.
+        """Yield the version's buckets in order, the last one marked so. The tensors belong to the caller from then on.
 
         Raises:
             TransportError: the sender aborted, vanished, or sent another version.
@@ -55,8 +71,8 @@ class Transport(Protocol):
         """Connect once, before the first publish."""
         ...
 
-    async def publish(self, version: int) -> WeightManifest:
-        """Stage `version` on every engine; return the sender's manifest.
+    async def publish(self, version: int) -> Staged:
+        """Stage `version` on every engine; return what each side accounts for. `weights.staging.stage` does most of it.
 
         Raises:
             TransportError: some engine did not stage it completely; none may be activated.
