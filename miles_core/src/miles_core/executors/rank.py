@@ -1,0 +1,192 @@
+"""One trainer rank: a backend and, on rank 0, the sending end of the transport; synchronous, one thread.
+
+Executors differ in where this object lives (a thread, a Ray actor), not in what it does. Errors leave it with the rank
+in `where`, and always as a `MilesError`: an arbitrary exception may not survive the way to the driver's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from miles_core.errors import MilesError, PluginError, RunError, TransportError
+from miles_core.kinds.backend import Backend, BackendContext
+from miles_core.kinds.executor import TrainerSpec
+from miles_core.kinds.transport import Sender
+from miles_core.types import WeightBucket, WeightManifest
+from miles_core.weights.digests import digest_tensor, name_some
+
+RANK_METHODS = frozenset(
+    {"log_probs", "train_step", "save", "load", "save_hf", "offload", "onload", "open_sender", "send_weights", "close"}
+)
+"""What an executor may ask of a rank by name."""
+
+
+def import_target(load: str) -> Any:
+    """Import ``module:attribute``.
+
+    Raises:
+        PluginError: the module or the attribute does not exist.
+    """
+    module, _, attribute = load.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise PluginError(
+            f"cannot load {load!r}",
+            expected="an importable module and an attribute of it",
+            found=f"{type(error).__name__}: {error}",
+            do="install the distribution that provides it into every process's environment, or mend its plugin.py",
+        ) from error
+
+
+@contextlib.contextmanager
+def located(where: str, doing: str) -> Iterator[None]:
+    """Put `where` in front of the `where` of every error that leaves the block; foreign errors become `RunError`."""
+    try:
+        yield
+    except MilesError as error:
+        error.where = f"{where}; {error.where}" if error.where else where
+        raise
+    except Exception as error:
+        raise RunError(
+            f"{doing} failed: {type(error).__name__}: {error}", found=_last_frame(error), where=where
+        ) from error
+
+
+def _last_frame(error: Exception) -> str | None:
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return None
+    last = frames[-1]
+    return f"raised at {Path(last.filename).name}:{last.lineno} in {last.name}: {last.line}"
+
+
+def device_of(device: str, index: int = 0) -> str:
+    """Name of the device as torch writes it: ``cpu`` or ``cuda:<index>``."""
+    return f"cuda:{index}" if device == "cuda" else device
+
+
+class RankHost:
+    """Owns one rank's backend for its life. Every method runs in the thread that created the host.
+
+    Args:
+        spec: What the driver resolved.
+        rank: This rank, below ``spec.world_size``; torch.distributed is initialised before when there are several.
+        device: ``cpu`` or ``cuda:<index>`` as this process sees it.
+    """
+
+    def __init__(self, spec: TrainerSpec, *, rank: int, device: str) -> None:
+        self.where = f"trainer rank {rank}"
+        self._rank = rank
+        self._sender: Sender | None = None
+        context = BackendContext(
+            model_path=spec.model_path,
+            device=device,
+            rank=rank,
+            world_size=spec.world_size,
+            seed=spec.seed,
+            optimizer=spec.optimizer,
+            loss=spec.loss,
+            reference=spec.reference,
+        )
+        with located(self.where, "starting the backend"):
+            self._backend: Backend = import_target(spec.load)(spec.options, context)
+
+    def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call one of `RANK_METHODS` by name; this object's own method where it has one, else the backend's."""
+        if method not in RANK_METHODS:
+            raise RunError(f"a trainer rank has no method {method!r}", where=self.where)
+        owner = self if method in ("open_sender", "send_weights", "close") else self._backend
+        with located(self.where, method):
+            return getattr(owner, method)(*args, **kwargs)
+
+    def open_sender(self, make: Callable[[], Sender]) -> None:
+        """Build the sending end here; on rank 0 only."""
+        if self._sender is not None:
+            self._sender.close()
+        self._sender = make()
+
+    def send_weights(self, version: int) -> WeightManifest | None:
+        """Export on all ranks; rank 0 pushes every bucket and returns the digest of every tensor pushed, others None.
+
+        When sending fails the export is drained nonetheless: the other ranks are in its collectives.
+        """
+        buckets = self._backend.export(version)
+        if self._rank != 0:
+            _drain(buckets)
+            return None
+        if self._sender is None:
+            raise TransportError("this rank has no sender", do="open the transport before the first publish")
+        account = _Account(version)
+        try:
+            for bucket in buckets:
+                account.add(bucket)
+                try:
+                    self._sender.send(bucket)
+                except Exception:
+                    self._sender.abort(f"sending bucket {bucket.index} of version {version} failed")
+                    _drain(buckets)
+                    raise
+            return account.manifest()
+        except BaseException as error:
+            self._sender.abort(f"{type(error).__name__}: {error}")
+            raise
+
+    def close(self) -> None:
+        """Close both ends; safe to call twice."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
+        self._backend.close()
+
+
+def _drain(buckets: Iterator[WeightBucket]) -> None:
+    for _ in buckets:
+        pass
+
+
+class _Account:
+    """What has been exported of one version; refuses a malformed stream before an engine sees it."""
+
+    def __init__(self, version: int) -> None:
+        self._version = version
+        self._digests: dict[str, str] = {}
+        self._num_bytes = 0
+        self._next_index = 0
+        self._complete = False
+
+    def add(self, bucket: WeightBucket) -> None:
+        problem = None
+        if self._complete:
+            problem = f"bucket {bucket.index} follows the one marked last"
+        elif bucket.version != self._version:
+            problem = f"bucket {bucket.index} is of version {bucket.version}"
+        elif bucket.index != self._next_index:
+            problem = f"bucket {bucket.index} comes where {self._next_index} is due"
+        elif again := [named.name for named in bucket.tensors if named.name in self._digests]:
+            problem = f"tensors exported twice: {name_some(again)}"
+        if problem:
+            raise self._error(problem)
+        for named in bucket.tensors:
+            self._digests[named.name] = digest_tensor(named.tensor)
+            self._num_bytes += named.tensor.numel() * named.tensor.element_size()
+        self._next_index += 1
+        self._complete = bucket.last
+
+    def manifest(self) -> WeightManifest:
+        if not self._complete:
+            raise self._error(f"{self._next_index} buckets, none marked last")
+        return WeightManifest(version=self._version, digests=self._digests, num_bytes=self._num_bytes)
+
+    def _error(self, problem: str) -> TransportError:
+        return TransportError(
+            f"the backend's export of version {self._version} is malformed",
+            expected="buckets of one version, numbered from 0, each tensor once, exactly the final one marked last",
+            found=problem,
+            do="mend the backend's `export`",
+        )
