@@ -29,11 +29,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One fact about combinations, as data. It fires when all of `when` hold and, if `needs` is given, some `needs` does not.
+    """One fact about combinations, as data.
 
-    A condition is ``path=value``, ``path in (a, b)`` or ``kind:tag`` (the picked capability of that kind provides the tag).
-    `check` names a function ``Facts -> Iterable[Finding]`` (`miles_core.rules`) for what data cannot say (arithmetic); use it
-    last. It runs only when all of `when` hold.
+    It fires when all of `when` hold and, if `needs` is given, some `needs` does not. A condition is ``path=value``,
+    ``path in (a, b)`` or ``kind:tag`` (the picked capability of that kind provides the tag). `check` names a function
+    ``Facts -> Iterable[Finding]`` (`miles_core.rules`) for what data cannot say (arithmetic); use it last. It runs only
+    when all of `when` hold.
     """
 
     id: str
@@ -50,7 +51,7 @@ def conflicts(*when: str, id: str, because: str, instead: str) -> Rule:
 
 
 def requires(*when: str, id: str, because: str, instead: str, **tags: str) -> Rule:
-    """When all of `when` hold, require that each named kind provides a tag: ``requires("a.b=c", engine="records-routes")``."""
+    """When all of `when` hold, each kind must provide a tag: ``requires("a.b=c", engine="records-routes")``."""
     needs = tuple(f"{kind}:{tag}" for kind, tag in tags.items())
     return Rule(id=id, when=when, needs=needs, because=because, instead=instead)
 
@@ -105,7 +106,7 @@ KINDS: dict[str, Kind] = {
             "miles_matchers",
             "session.matcher",
             False,
-            "decides whether a replayed message is the stored one",
+            "tells whether a replayed message is the stored one",
         ),
         Kind("advantage", "miles_advantages", "advantage", False, "rewards to per-token advantages"),
         Kind("correction", "miles_corrections", "corrections", True, "log-ratios to per-token weights"),

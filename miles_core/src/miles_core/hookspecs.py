@@ -1,13 +1,15 @@
 """Everything that can be replaced, one hook per kind; reading top to bottom is the tour of the system.
 
-Every hook takes no arguments, is called once before any run exists, and returns descriptors (`Capability`), never objects:
-what is installed can be listed, checked and explained without importing any of it. A run-file then picks by name, and only
-the picked capability's `load` is imported. Returning an empty list means "nothing on this machine".
+Every hook takes no arguments, is called once before any run exists, and returns descriptors (`Capability`), never
+objects: what is installed can be listed, checked and explained without importing any of it. A run-file then picks by
+name, and only the picked capability's `load` is imported. Returning an empty list means "nothing on this machine".
 
 What `load` must resolve to is the Protocol of the same name in `miles_core.kinds`; the kit that proves it is in
-`miles_core.testing`. Hook wrappers, `tryfirst` and `trylast` are refused: no plugin may see or reorder another's answer.
+`miles_core.testing`. Hook wrappers, `tryfirst` and `trylast` are refused: no plugin may see or reorder another's
+answer.
 """
 
+# mypy: disable-error-code="empty-body"
 from __future__ import annotations
 
 from collections.abc import Iterable
@@ -28,7 +30,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 def miles_environments() -> Iterable[Capability]:
     """Run one episode against a session, and perhaps bring the prompts. One per run.
 
-    `load`: a class, see `kinds.environment.Environment`; created once in the driver, `run` is called once per trajectory.
+    `load`: a class, see `kinds.environment.Environment`; created once in the driver, `run` once per trajectory.
     """
 
 
@@ -36,8 +38,8 @@ def miles_environments() -> Iterable[Capability]:
 def miles_rewards() -> Iterable[Capability]:
     """Score a finished episode. One to many per run; weighted and summed.
 
-    `load`: a plain or async function, see `kinds.reward.Reward`; called in a killable worker process with a deadline. The
-    run-file may also name a function directly: ``module:attr`` or ``file.py:fn``.
+    `load`: a plain or async function, see `kinds.reward.Reward`; called in a killable worker process with a deadline.
+    The run-file may also name a function directly: ``module:attr`` or ``file.py:fn``.
     """
 
 
@@ -59,7 +61,7 @@ def miles_engines() -> Iterable[Capability]:
 
 @hookspec
 def miles_tito_families() -> Iterable[Capability]:
-    """Turn messages into tokens and back for one model family, append-only. One per run, by name or claimed by checkpoint.
+    """Turn messages into tokens and back for one model family, append-only. One per run, picked or claimed.
 
     `load`: a class, see `kinds.tito_family.TitoFamily`; created once, owned by the session layer.
     """
@@ -131,7 +133,7 @@ def miles_precisions() -> Iterable[Capability]:
 def miles_transports() -> Iterable[Capability]:
     """Move a complete weight version from trainer to every engine, or nothing. One per run.
 
-    `load`: a class, see `kinds.transport.Transport`; created in the driver, opened once, asked to publish after each update.
+    `load`: a class, see `kinds.transport.Transport`; created in the driver, opened once, publishes after each update.
     """
 
 

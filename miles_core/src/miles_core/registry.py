@@ -307,7 +307,7 @@ def _conflict(entry: Entry, entries: Sequence[Entry]) -> Entry:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    close = difflib.get_close_matches(name, list(known), n=1)
+    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean `{close[0]}`?" if close else None
 
 

@@ -1,0 +1,73 @@
+"""A click group whose commands are named as strings and imported when run.
+
+`miles plugins list` must not pay for `miles train`: help texts are written here, so that listing commands imports none.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import click
+
+from miles_core.errors import MilesError, PluginError
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    """Where a command is and what it does, in one line."""
+
+    target: str
+    """``module:attribute`` of a click command."""
+    summary: str
+
+
+class LazyGroup(click.Group):
+    """A group over `LazyCommand`s. Errors raised on purpose become a message on stderr and their exit code."""
+
+    def __init__(self, name: str, *, lazy: Mapping[str, LazyCommand], help: str, epilog: str | None = None) -> None:
+        super().__init__(name, help=help, epilog=epilog, no_args_is_help=False, invoke_without_command=True)
+        self.lazy = lazy
+        self.callback = self._bare
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.lazy)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self.lazy:
+            return None
+        module, _, attribute = self.lazy[cmd_name].target.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            raise PluginError(f"`{ctx.command_path} {cmd_name}` is not part of this release") from None
+        assert isinstance(found, click.Command)
+        return found
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, command.summary) for name, command in self.lazy.items()])
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except MilesError as error:
+            click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+            ctx.exit(error.exit_code)
+        except KeyboardInterrupt:
+            click.echo("interrupted", err=True)
+            ctx.exit(INTERRUPTED)
+
+    def _bare(self) -> None:
+        ctx = click.get_current_context()
+        if ctx.invoked_subcommand is None:
+            click.echo(self.bare_text(ctx))
+
+    def bare_text(self, ctx: click.Context) -> str:
+        """What the group prints when no command is given."""
+        return ctx.get_help()
