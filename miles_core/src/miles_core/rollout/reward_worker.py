@@ -1,0 +1,145 @@
+"""The process that computes rewards: it reads calls from stdin and writes verdicts to stdout, one at a time.
+
+It runs other people's code, so it is meant to be killed: it leads its own process group, dies with its parent, and imports
+neither torch nor the event loop of the driver. Frames are a 4-byte length and a body: pickles towards the worker, JSON back,
+so that nothing a grader writes is executed by the driver.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+import os
+import pickle
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+HEADER_BYTES = 4
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+MAX_TRACE_CHARS = 4000
+
+
+def main() -> None:
+    """Serve until stdin closes. First frame in: the reward functions. First frame out: ready, or why not."""
+    _die_with_parent()
+    calls, verdicts = _private_pipes()
+    rewards = []
+    try:
+        for load, options in _receive(calls):
+            rewards.append((load_function(load), options))
+    except BaseException as error:  # noqa: BLE001 - other people's module code; the pool raises it as a PluginError
+        _send(verdicts, {"error": f"{type(error).__name__}: {error}", "trace": _trace()})
+        return
+    _send(verdicts, {"ready": True})
+    while True:
+        try:
+            index, scored = _receive(calls)
+        except EOFError:
+            return
+        _send(verdicts, {"started": True})
+        began = time.monotonic()
+        verdict = _call(*rewards[index], scored)
+        _send(verdicts, {**verdict, "elapsed_s": time.monotonic() - began})
+
+
+def _call(function: Callable[..., Any], options: Mapping[str, Any], scored: Any) -> dict[str, Any]:
+    """Run one reward; an exception or a value that is no finite number becomes an error, never a score."""
+    try:
+        value = function(scored, **options)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+        return _verdict(value)
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # noqa: BLE001 - the reward boundary: whatever a grader raises is a failed reward
+        return {"error": f"{type(error).__name__}: {error}", "trace": _trace()}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _verdict(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        return {"reward": _number(value, "the reward"), "parts": {}}
+    if "reward" not in value:
+        raise ValueError(f"a mapping of rewards needs the key 'reward', found {sorted(map(str, value))}")
+    parts = {str(name): _number(part, f"part {name!r}") for name, part in value.items() if name != "reward"}
+    return {"reward": _number(value["reward"], "the reward"), "parts": parts}
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, (str, bytes)) or value is None:
+        raise TypeError(f"{what} must be a number, found {value!r}")
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{what} is {number}, which is no score")
+    return number
+
+
+def _trace() -> str:
+    return traceback.format_exc()[-MAX_TRACE_CHARS:]
+
+
+def load_function(path: str) -> Callable[..., Any]:
+    """The function that ``module:attr`` or ``folder/file.py:attr`` names."""
+    source, _, attribute = path.rpartition(":")
+    if source.endswith(".py"):
+        name = f"_miles_reward_{Path(source).stem}"
+        spec = importlib.util.spec_from_file_location(name, source)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{source} cannot be imported")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module  # dataclasses and pickle look a class's module up there
+        spec.loader.exec_module(module)
+    else:
+        module = importlib.import_module(source)
+    target: Any = module
+    for part in attribute.split("."):
+        target = getattr(target, part)
+    if not callable(target):
+        raise TypeError(f"{path} is a {type(target).__name__}, not a function")
+    return target  # type: ignore[no-any-return]
+
+
+# --- the two pipes ----------------------------------------------------------------------------------------------------
+
+
+def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """Take stdin and stdout for the protocol; a reward that prints writes to stderr, one that reads finds nothing."""
+    calls = os.fdopen(os.dup(0), "rb")
+    verdicts = os.fdopen(os.dup(1), "wb")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return calls, verdicts
+
+
+def _receive(stream: BinaryIO) -> Any:
+    header = stream.read(HEADER_BYTES)
+    if len(header) < HEADER_BYTES:
+        raise EOFError
+    return pickle.loads(stream.read(int.from_bytes(header, "big")))
+
+
+def _send(stream: BinaryIO, message: Mapping[str, Any]) -> None:
+    body = json.dumps(message, allow_nan=False).encode()
+    stream.write(len(body).to_bytes(HEADER_BYTES, "big") + body)
+    stream.flush()
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when the driver dies: a stuck grader never notices a closed pipe."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

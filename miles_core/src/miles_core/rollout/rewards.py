@@ -1,0 +1,278 @@
+"""RewardPool: score finished episodes in killable worker processes, each call with a deadline.
+
+A grader may loop for ever inside one regular expression, leak memory or call `exit`; none of that reaches the driver. A call
+whose deadline passed, or whose process died, costs that process (with its children) and fails that one trajectory. What a
+reward returns is a finite number or a failure, never a 0 that stands for one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import pickle
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from miles_core import watch
+from miles_core.config.resolve import ResolvedRun
+from miles_core.errors import PluginError, RewardError
+from miles_core.kinds.reward import Scored
+from miles_core.rollout.reward_worker import HEADER_BYTES
+
+STARTUP_S = 120.0
+"""Deadline for a worker to import its rewards (a cold import of a large grader on a loaded machine takes tens of seconds)."""
+GRACE_S = 1.0
+"""What the driver waits beyond the deadline for a verdict under way: the worker's own clock decides."""
+
+
+class RewardTimeout(RewardError):
+    """A reward call passed its deadline; its worker was killed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardSpec:
+    """One reward of a run."""
+
+    name: str
+    """Prefix of its parts; unique in the run."""
+    load: str
+    """``module:attr`` or ``file.py:fn``."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Keyword arguments of every call; picklable."""
+    weight: float = 1.0
+
+
+def reward_specs(run: ResolvedRun) -> tuple[RewardSpec, ...]:
+    """The rewards a validated run-file picks; a name picked twice gets a number."""
+    specs: list[RewardSpec] = []
+    for pick, resolved in zip(run.spec.rewards, run.many.get("reward", ()), strict=True):
+        taken = sum(1 for spec in specs if spec.name.split("#")[0] == resolved.capability.name)
+        name = resolved.capability.name + (f"#{taken + 1}" if taken else "")
+        options = resolved.options.model_dump() if resolved.options is not None else {}
+        specs.append(RewardSpec(name=name, load=resolved.capability.load, options=options, weight=pick.weight))
+    return tuple(specs)
+
+
+class RewardPool:
+    """A fixed number of worker processes that every trajectory of the run shares.
+
+    Example:
+        async with RewardPool([RewardSpec(name="math", load="my_pkg:score")], workers=2, timeout_s=30.0) as pool:
+            reward, parts = await pool.score(scored)
+    """
+
+    def __init__(self, rewards: Sequence[RewardSpec], *, workers: int, timeout_s: float) -> None:
+        self._rewards = tuple(rewards)
+        self._timeout_s = timeout_s
+        self._workers = [_Worker(self._rewards) for _ in range(workers if self._rewards else 0)]
+        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self.restarts = 0
+        """Workers replaced because a call hung or killed them."""
+
+    @property
+    def empty(self) -> bool:
+        """The run picks no reward; the environment has to score."""
+        return not self._rewards
+
+    async def __aenter__(self) -> Self:
+        try:
+            await self.start()
+        except BaseException:
+            await self.close()
+            raise
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Start every worker and import every reward in each.
+
+        Raises:
+            PluginError: a reward cannot be imported, with its own traceback's last line.
+        """
+        with watch.waiting("driver", on="reward workers importing their rewards"):
+            await asyncio.gather(*(worker.start() for worker in self._workers))
+        for worker in self._workers:
+            self._idle.put_nowait(worker)
+
+    async def score(self, scored: Scored) -> tuple[float | None, dict[str, float]]:
+        """Weighted sum of all rewards, and each reward's value and parts under ``name`` and ``name/part``.
+
+        Returns None as the sum when the run picks no reward.
+
+        Raises:
+            RewardError: some reward raised, returned no finite number, or lost its process. Nothing is summed then.
+            RewardTimeout: some reward passed its deadline.
+        """
+        if self.empty:
+            return None, {}
+        values = await asyncio.gather(*(self._one(index, scored) for index in range(len(self._rewards))))
+        parts: dict[str, float] = {}
+        total = 0.0
+        for spec, (value, own) in zip(self._rewards, values, strict=True):
+            total += spec.weight * value
+            parts[spec.name] = value
+            parts |= {f"{spec.name}/{name}": part for name, part in own.items()}
+        return total, parts
+
+    async def _one(self, index: int, scored: Scored) -> tuple[float, dict[str, float]]:
+        spec = self._rewards[index]
+        with watch.waiting(f"reward {spec.name} of {scored.prompt.id}", on="a reward worker"):
+            worker = await self._idle.get()
+        try:
+            verdict = await worker.call(index, scored, self._timeout_s)
+        except _Lost as lost:
+            self.restarts += 1
+            error = RewardTimeout if lost.timed_out else RewardError
+            raise error(
+                f"reward {spec.name!r} {lost}",
+                where=f"prompt {scored.prompt.id!r}",
+                do="make the reward faster or raise rollout.reward_timeout_s" if lost.timed_out else None,
+            ) from None
+        finally:
+            self._idle.put_nowait(worker)
+        if "error" in verdict:
+            raise RewardError(
+                f"reward {spec.name!r} failed: {verdict['error']}",
+                expected="a finite number, or a mapping with the key 'reward'",
+                found=verdict.get("trace"),
+                where=f"prompt {scored.prompt.id!r}",
+            )
+        return verdict["reward"], verdict["parts"]
+
+    async def close(self) -> None:
+        """Kill every worker with its children. Idempotent."""
+        await asyncio.gather(*(worker.stop() for worker in self._workers))
+
+
+class _Lost(Exception):
+    """The worker did not deliver a verdict."""
+
+    def __init__(self, message: str, *, timed_out: bool = False) -> None:
+        super().__init__(message)
+        self.timed_out = timed_out
+
+
+class _Worker:
+    """One process; started when needed, so that a killed one is replaced by its next call."""
+
+    def __init__(self, rewards: Sequence[RewardSpec]) -> None:
+        self._rewards = rewards
+        self._process: asyncio.subprocess.Process | None = None
+
+    async def start(self) -> None:
+        # A fresh interpreter rather than a fork: the driver has threads (torch, engine), which a fork would copy mid-lock.
+        # The driver's sys.path goes along, so that `module:attr` means the same in both. A fixed hash seed makes a grader
+        # that iterates over sets repeatable.
+        boot = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from miles_core.rollout import reward_worker as w; w.main()"
+        self._process = process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-c",
+            boot,
+            json.dumps(sys.path),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+            start_new_session=True,
+        )
+        try:
+            async with asyncio.timeout(STARTUP_S):
+                await self._send(process, [(spec.load, dict(spec.options)) for spec in self._rewards])
+                answer = await _read(process)
+        except (_Lost, TimeoutError) as error:
+            await self.stop()
+            reason = f"took more than {STARTUP_S:.0f} s" if isinstance(error, TimeoutError) else f"it {error}"
+            raise PluginError(f"a reward worker did not start: {reason}", where=self._names()) from None
+        except BaseException:
+            await self.stop()
+            raise
+        if "error" in answer:
+            await self.stop()
+            raise PluginError(
+                f"a reward cannot be loaded: {answer['error']}", found=answer["trace"], where=self._names()
+            )
+
+    async def call(self, index: int, scored: Scored, timeout_s: float) -> dict[str, Any]:
+        """One verdict. The deadline runs from the moment the worker says it began, by the worker's clock.
+
+        Raises:
+            _Lost: the deadline passed or the process died; it is gone afterwards.
+        """
+        if self._process is None:
+            await self.start()
+        process = self._process
+        assert process is not None
+        try:
+            async with asyncio.timeout(STARTUP_S):
+                await self._send(process, (index, scored))
+                await _read(process)
+            verdict = await _read_within(process, timeout_s)
+            if verdict["elapsed_s"] > timeout_s:
+                raise _Lost(f"took {verdict['elapsed_s']:.1f} s, more than {timeout_s:g} s", timed_out=True)
+        except TimeoutError:
+            await self.stop()
+            raise _Lost(f"was never begun by its worker within {STARTUP_S:.0f} s") from None
+        except BaseException:  # also a cancelled call: the process still computes and its next answer would be the wrong one
+            await self.stop()
+            raise
+        return verdict
+
+    async def stop(self) -> None:
+        """Kill the process and every child it left in its group."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # the group outlives its leader while a child is left
+        if process.stdin is not None:
+            process.stdin.close()
+        await asyncio.shield(process.wait())
+
+    async def _send(self, process: asyncio.subprocess.Process, message: Any) -> None:
+        body = pickle.dumps(message)
+        assert process.stdin is not None
+        try:
+            process.stdin.write(len(body).to_bytes(HEADER_BYTES, "big") + body)
+            await process.stdin.drain()
+        except (BrokenPipeError, ConnectionResetError):
+            raise _Lost("lost its worker process before the call") from None
+
+    def _names(self) -> str:
+        return "rewards " + ", ".join(f"{spec.name} ({spec.load})" for spec in self._rewards)
+
+
+async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert process.stdout is not None
+    try:
+        header = await process.stdout.readexactly(HEADER_BYTES)
+        body = await process.stdout.readexactly(int.from_bytes(header, "big"))
+    except asyncio.IncompleteReadError:
+        code = await process.wait()
+        raise _Lost(f"ended its worker process ({_exit(code)})") from None
+    message: dict[str, Any] = json.loads(body)
+    return message
+
+
+async def _read_within(process: asyncio.subprocess.Process, timeout_s: float) -> dict[str, Any]:
+    """The verdict, even when a busy event loop sees it late: only a worker that has not answered yet is out of time."""
+    reading = asyncio.ensure_future(_read(process))
+    try:
+        for allowed in (timeout_s, GRACE_S):
+            await asyncio.wait({reading}, timeout=allowed)
+            if reading.done():
+                return reading.result()
+    finally:
+        if not reading.done():
+            reading.cancel()
+            await asyncio.wait({reading})
+    raise _Lost(f"passed its deadline of {timeout_s:g} s and was killed", timed_out=True)
+
+
+def _exit(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
