@@ -1,7 +1,8 @@
 """In which order prompts are drawn: shuffled anew each epoch by (seed, epoch), resumable to the exact next prompt.
 
-The order of an epoch is a pure function of (seed, epoch, number of prompts), so that the whole state is two integers. Only
-guarantees of the standard library are used (`random.Random(str).random()` is stable across Python versions, `shuffle` is not).
+The order of an epoch is a pure function of (seed, epoch, number of prompts), so that the whole state is two integers.
+Only guarantees of the standard library are used (`random.Random(str).random()` is stable across Python versions,
+`shuffle` is not).
 """
 
 from __future__ import annotations

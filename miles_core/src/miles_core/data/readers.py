@@ -31,7 +31,11 @@ class Columns:
 
 
 def read_prompts(
-    path: str | Path, *, columns: Columns | None = None, split: Split = "train", bad_rows: Literal["stop", "skip"] = "stop"
+    path: str | Path,
+    *,
+    columns: Columns | None = None,
+    split: Split = "train",
+    bad_rows: Literal["stop", "skip"] = "stop",
 ) -> tuple[tuple[Prompt, ...], tuple[RowProblem, ...]]:
     """Read a whole dataset.
 
@@ -187,7 +191,11 @@ def _tools(raw: Any, name: str, *, typed: bool) -> tuple[Tool, ...]:
     tools = _without_nulls(raw) if typed else raw
     for index, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or tool.get("type") != "function":
+        if (
+            not isinstance(function, Mapping)
+            or not isinstance(function.get("name"), str)
+            or tool.get("type") != "function"
+        ):
             raise _BadRow(f"{name}[{index}] must look like {{type: function, function: {{name, parameters}}}}")
     return tuple(_json_value(tools, name))
 

@@ -1,7 +1,7 @@
-"""Raw rows of a JSONL file, a Parquet file or a folder saved by Hugging Face `datasets`, each with the place it came from.
+"""Raw rows of a JSONL file, a Parquet file or a folder saved by `datasets`, each with the place it came from.
 
-What a row means is the business of `readers.py`. Nothing here imports `datasets`: its folders are Arrow streams with a small
-JSON index, which pyarrow reads.
+What a row means is the business of `readers.py`. Nothing here imports `datasets`: its folders are Arrow streams with a
+small JSON index, which pyarrow reads.
 """
 
 from __future__ import annotations

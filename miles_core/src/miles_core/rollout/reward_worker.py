@@ -1,8 +1,8 @@
 """The process that computes rewards: it reads calls from stdin and writes verdicts to stdout, one at a time.
 
-It runs other people's code, so it is meant to be killed: it leads its own process group, dies with its parent, and imports
-neither torch nor the event loop of the driver. Frames are a 4-byte length and a body: pickles towards the worker, JSON back,
-so that nothing a grader writes is executed by the driver.
+It runs other people's code, so it is meant to be killed: it leads its own process group, dies with its parent, and
+imports neither torch nor the event loop of the driver. Frames are a 4-byte length and a body: pickles towards the
+worker, JSON back, so that nothing a grader writes is executed by the driver.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def main() -> None:
             return
         _send(verdicts, {"started": True})
         began = time.monotonic()
-        verdict = _call(*rewards[index], scored)
+        function, options = rewards[index]
+        verdict = _call(function, options, scored)
         _send(verdicts, {**verdict, "elapsed_s": time.monotonic() - began})
 
 

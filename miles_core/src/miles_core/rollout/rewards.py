@@ -1,8 +1,8 @@
 """RewardPool: score finished episodes in killable worker processes, each call with a deadline.
 
-A grader may loop for ever inside one regular expression, leak memory or call `exit`; none of that reaches the driver. A call
-whose deadline passed, or whose process died, costs that process (with its children) and fails that one trajectory. What a
-reward returns is a finite number or a failure, never a 0 that stands for one.
+A grader may loop for ever inside one regular expression, leak memory or call `exit`; none of that reaches the driver. A
+call whose deadline passed, or whose process died, costs that process (with its children) and fails that one trajectory.
+What a reward returns is a finite number or a failure, never a 0 that stands for one.
 """
 
 from __future__ import annotations
@@ -25,9 +25,17 @@ from miles_core.kinds.reward import Scored
 from miles_core.rollout.reward_worker import HEADER_BYTES
 
 STARTUP_S = 120.0
-"""Deadline for a worker to import its rewards (a cold import of a large grader on a loaded machine takes tens of seconds)."""
+"""Deadline for a worker to import its rewards: a large grader on a loaded machine takes tens of seconds."""
 GRACE_S = 1.0
 """What the driver waits beyond the deadline for a verdict under way: the worker's own clock decides."""
+
+
+BOOT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from miles_core.rollout.reward_worker import main
+main()
+"""
 
 
 class RewardTimeout(RewardError):
@@ -112,7 +120,12 @@ class RewardPool:
         """
         if self.empty:
             return None, {}
-        values = await asyncio.gather(*(self._one(index, scored) for index in range(len(self._rewards))))
+        calls = [self._one(index, scored) for index in range(len(self._rewards))]
+        values = []
+        for answer in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(answer, BaseException):
+                raise answer  # the first in the run-file's order, whichever came first in time
+            values.append(answer)
         parts: dict[str, float] = {}
         total = 0.0
         for spec, (value, own) in zip(self._rewards, values, strict=True):
@@ -167,14 +180,13 @@ class _Worker:
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
-        # A fresh interpreter rather than a fork: the driver has threads (torch, engine), which a fork would copy mid-lock.
-        # The driver's sys.path goes along, so that `module:attr` means the same in both. A fixed hash seed makes a grader
-        # that iterates over sets repeatable.
-        boot = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from miles_core.rollout import reward_worker as w; w.main()"
+        # A fresh interpreter rather than a fork: the driver has threads (torch, engine), which a fork would copy
+        # mid-lock. The driver's sys.path goes along, so that `module:attr` means the same in both. A fixed hash seed
+        # makes a grader that iterates over sets repeatable.
         self._process = process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-c",
-            boot,
+            BOOT,
             json.dumps(sys.path),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
@@ -218,7 +230,8 @@ class _Worker:
         except TimeoutError:
             await self.stop()
             raise _Lost(f"was never begun by its worker within {STARTUP_S:.0f} s") from None
-        except BaseException:  # also a cancelled call: the process still computes and its next answer would be the wrong one
+        except BaseException:
+            # Also when cancelled: the process still computes, and its next answer would be that of the wrong call.
             await self.stop()
             raise
         return verdict

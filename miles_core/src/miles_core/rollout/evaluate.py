@@ -1,0 +1,105 @@
+"""evaluate: held-out prompts under their own sampling settings; nothing of it is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from miles_core import watch
+from miles_core.config.spec import EvalSpec
+from miles_core.errors import RunError
+from miles_core.rollout.episode import EpisodeKey, Episodes
+from miles_core.rollout.scheduler import first_error, sampling_params
+from miles_core.rollout.tally import part_means
+from miles_core.types import Boundary, Prompt, SamplingParams, Status, Trajectory
+
+
+async def evaluate(
+    step: int, *, prompts: Sequence[Prompt], episodes: Episodes, spec: EvalSpec, retries: int, max_concurrent: int
+) -> dict[str, float]:
+    """Metrics under ``eval/`` over the first `spec.prompts` prompts, always the same ones with the same seeds.
+
+    Failures are retried, then counted apart; they are in no mean. The standard error is that over prompts, since
+    samples of one prompt are not independent.
+
+    Raises:
+        RunError: not one trajectory could be scored.
+    """
+    chosen = [prompts[index] for index in range(min(spec.prompts, len(prompts)))]
+    params = sampling_params(spec.sampling)
+    gate = asyncio.Semaphore(max_concurrent)
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            with watch.waiting("driver", on=f"evaluation after step {step}"):
+                started = [
+                    [
+                        tasks.create_task(_sample(episodes, gate, prompt, params, step, number, sample, retries))
+                        for sample in range(spec.samples_per_prompt)
+                    ]
+                    for number, prompt in enumerate(chosen)
+                ]
+    except BaseExceptionGroup as several:
+        raise first_error(several) from None
+    return _metrics(step, [[task.result() for task in row] for row in started])
+
+
+async def _sample(
+    episodes: Episodes,
+    gate: asyncio.Semaphore,
+    prompt: Prompt,
+    params: SamplingParams,
+    step: int,
+    number: int,
+    sample: int,
+    retries: int,
+) -> Trajectory:
+    for attempt in range(retries + 1):
+        key = EpisodeKey(purpose="eval", step=step, epoch=0, draw=number, sample=sample, attempt=attempt)
+        async with gate:
+            generated = await episodes.generate(prompt, params, key)
+        trajectory = await episodes.score(generated)
+        if trajectory.status in (Status.COMPLETED, Status.TRUNCATED):
+            break
+    return trajectory
+
+
+def _metrics(step: int, by_prompt: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+    every = [trajectory for row in by_prompt for trajectory in row]
+    scored = [trajectory for trajectory in every if trajectory.reward is not None]
+    failed = Counter(trajectory.failure.boundary for trajectory in every if trajectory.failure is not None)
+    if not scored:
+        messages = {t.failure.boundary: t.failure.message.splitlines()[0] for t in every if t.failure is not None}
+        raise RunError(
+            f"evaluation after step {step} scored nothing",
+            expected="at least one scored trajectory",
+            found="; ".join(f"{boundary}: {message}" for boundary, message in sorted(messages.items())),
+            where="eval",
+        )
+    rewards_by_prompt = [[t.reward for t in row if t.reward is not None] for row in by_prompt]
+    means = [math.fsum(rewards) / len(rewards) for rewards in rewards_by_prompt if rewards]
+    rewards = [reward for row in rewards_by_prompt for reward in row]
+    tokens = [t.response_tokens for t in scored]
+    figures = {
+        "reward_mean": math.fsum(rewards) / len(rewards),
+        "reward_stderr": _standard_error(means),
+        "truncated_fraction": sum(t.status is Status.TRUNCATED for t in scored) / len(scored),
+        "response_tokens_mean": sum(tokens) / len(tokens),
+        "response_tokens_max": max(tokens),
+        "prompts": len(by_prompt),
+        "scored": len(scored),
+        "aborted": sum(t.status is Status.ABORTED for t in every),
+    }
+    metrics = {f"eval/{name}": float(value) for name, value in figures.items()}
+    metrics |= {f"eval/failed/{boundary}": float(failed[boundary]) for boundary in Boundary}
+    return metrics | part_means(scored, "eval")
+
+
+def _standard_error(means: Sequence[float]) -> float:
+    """Standard error of the mean over prompts; 0 with fewer than two."""
+    count = len(means)
+    if count < 2:
+        return 0.0
+    centre = math.fsum(means) / count
+    return math.sqrt(math.fsum((mean - centre) ** 2 for mean in means) / (count - 1) / count)

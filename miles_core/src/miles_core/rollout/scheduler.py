@@ -1,0 +1,263 @@
+"""collect: prompts to scored groups for one step, in waves.
+
+A wave starts `over_sample` times as many groups as are still needed. Groups are judged in the order in which their
+*generation* finished, whatever order their rewards come back in, and a further wave starts only when the last one is
+judged. Which groups are trained is then a function of the engine's order alone, and equal seeds give equal steps. For
+the same reason a trajectory gives its place to the next one when its generation ends, not when its reward does.
+
+Once enough groups are accepted the surplus is aborted. Its prompts count as drawn: they come back in the next epoch.
+(Putting them back would make the slowest prompts start every later wave and be aborted again, for ever.) Over-sampling
+therefore prefers prompts with short answers; it is off by default.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_core import watch
+from miles_core.config.spec import RolloutSpec, SamplingSpec
+from miles_core.data.order import Draw, PromptStream
+from miles_core.errors import PluginError, RunError
+from miles_core.rollout.episode import EpisodeKey, Episodes
+from miles_core.rollout.tally import Tally
+from miles_core.types import Group, SamplingParams, Status, Trajectory
+
+NO_TRAINABLE = "no_trainable"
+"""Reason for a group of which every trajectory failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupFilter:
+    """A picked filter, bound to its options."""
+
+    name: str
+    judge: Callable[..., str | None]
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collected:
+    """One step's worth of groups, and what became of everything that was started for it."""
+
+    groups: tuple[Group, ...]
+    """Accepted, in the order in which their generation finished."""
+    stats: dict[str, float]
+    """Under ``rollout/``; a function of seed and run-file (only judged groups are counted)."""
+    wasted: dict[str, float]
+    """Under ``rollout/``; what the aborted surplus had cost, which depends on the clock."""
+    rewards: tuple[float, ...]
+    """Of every scored trajectory of every judged group, dropped ones included."""
+
+
+def sampling_params(spec: SamplingSpec) -> SamplingParams:
+    """The run-file's sampling section as an engine takes it."""
+    return SamplingParams(**spec.model_dump())
+
+
+async def collect(
+    step: int,
+    *,
+    stream: PromptStream,
+    episodes: Episodes,
+    spec: RolloutSpec,
+    filters: Sequence[GroupFilter] = (),
+    groups: int,
+    group_size: int,
+    on_accept: Callable[[int], None] | None = None,
+) -> Collected:
+    """Collect `groups` accepted groups of `group_size` trajectories.
+
+    Args:
+        step: Step being collected; names sessions and messages.
+        stream: Where prompts come from; advanced by exactly the prompts started.
+        on_accept: Called with the number of groups accepted so far.
+
+    Raises:
+        RunError: `spec.max_waves` waves left too few groups; says what dropped them.
+        PluginError: a filter broke its protocol.
+    """
+    tally = Tally(group_size=group_size)
+    accepted: list[Group] = []
+
+    def accept(group: Group) -> None:
+        accepted.append(group)
+        if on_accept is not None:
+            on_accept(len(accepted))
+
+    for _ in range(spec.max_waves):
+        needed = groups - len(accepted)
+        # 10 * 1.1 is 11.000000000000002: without the tolerance a wave would be one group larger than asked for.
+        draws = stream.take(math.ceil(needed * spec.over_sample - 1e-9))
+        tally.waves += 1
+        wave = _Wave(step=step, episodes=episodes, spec=spec, filters=filters, group_size=group_size, tally=tally)
+        await wave.run(draws, needed, accept)
+        if len(accepted) == groups:
+            return Collected(
+                groups=tuple(accepted), stats=tally.stats(accepted), wasted=tally.wasted(), rewards=tuple(tally.rewards)
+            )
+    raise _too_few(step, len(accepted), groups, tally, spec)
+
+
+def _too_few(step: int, found: int, wanted: int, tally: Tally, spec: RolloutSpec) -> RunError:
+    dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(tally.filtered.items()))
+    failures = "".join(
+        f"\n            last failure at {where}: {what}" for where, what in tally.last_failures().items()
+    )
+    remedy = "give the model easier or more varied prompts, raise rollout.max_waves, or remove the filter"
+    if set(tally.filtered) <= {NO_TRAINABLE}:
+        remedy = "mend what fails"
+    return RunError(
+        f"step {step} collected too few groups",
+        expected=f"{wanted} groups within {spec.max_waves} waves",
+        found=f"{found} accepted, {tally.judged} judged; dropped: {dropped}{failures}",
+        where="rollout",
+        do=remedy,
+    )
+
+
+class _Run:
+    """One group under way."""
+
+    def __init__(self, draw: Draw, size: int) -> None:
+        self.draw = draw
+        self.generating = size
+        """Samples whose current attempt has not finished generating."""
+        self.unscored = size
+        """Samples without a final trajectory."""
+        self.samples: list[Trajectory | None] = [None] * size
+        self.attempts: list[Trajectory] = []
+        """Every finished attempt, retried ones included."""
+        self.started = 0
+        self.retried = 0
+
+    def group(self) -> Group:
+        done = tuple(trajectory for trajectory in self.samples if trajectory is not None)
+        assert len(done) == len(self.samples), "a group is judged before its last sample was final"
+        return Group(prompt=self.draw.prompt, trajectories=done)
+
+
+class _Wave:
+    """The groups started together, and the order in which they may be judged."""
+
+    def __init__(
+        self,
+        *,
+        step: int,
+        episodes: Episodes,
+        spec: RolloutSpec,
+        filters: Sequence[GroupFilter],
+        group_size: int,
+        tally: Tally,
+    ) -> None:
+        self._step = step
+        self._episodes = episodes
+        self._spec = spec
+        self._params = sampling_params(spec.sampling)
+        self._filters = filters
+        self._group_size = group_size
+        self._tally = tally
+        self._gate = asyncio.Semaphore(spec.max_concurrent)  # first come, first served: keeps the order of submission
+        self._line: list[_Run] = []
+        """Groups that generate nothing at the moment, by when they stopped. Its head can be judged once it is scored: a
+        group still generating will stop later, and one that goes back to generate leaves the line."""
+        self._changed = asyncio.Event()
+
+    async def run(self, draws: Sequence[Draw], needed: int, on_accept: Callable[[Group], None]) -> None:
+        """Start a group for each draw; end when `needed` are accepted or every group is judged. Nothing is left
+        running."""
+        runs = [_Run(draw, self._group_size) for draw in draws]
+        self._tally.submitted += len(runs)
+        accepted = 0
+        waiting: list[_Run] = list(runs)
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                samples = [tasks.create_task(self._sample(run, i)) for run in runs for i in range(self._group_size)]
+                while waiting and accepted < needed:
+                    run = await self._next(accepted, needed)
+                    waiting.remove(run)
+                    group = run.group()
+                    reason = self._judge(group)
+                    self._tally.judge(run.attempts, group, retried=run.retried, reason=reason)
+                    if reason is None:
+                        accepted += 1
+                        on_accept(group)
+                for task in samples:
+                    task.cancel()
+        except BaseExceptionGroup as several:
+            raise first_error(several) from None
+        for run in waiting:
+            self._tally.abort(run.attempts, started=run.started)
+
+    async def _next(self, accepted: int, needed: int) -> _Run:
+        """The next group to judge: the head of the line, once it is scored."""
+        with watch.waiting(
+            f"step {self._step} ({accepted} of {needed} groups of this wave accepted)", on="running groups"
+        ):
+            while not self._line or self._line[0].unscored:
+                self._changed.clear()
+                await self._changed.wait()
+        return self._line.pop(0)
+
+    async def _sample(self, run: _Run, index: int) -> None:
+        """One sample of a group: attempts until one is no failure or the retries are used up."""
+        for attempt in range(self._spec.retries + 1):
+            key = EpisodeKey(
+                purpose="train",
+                step=self._step,
+                epoch=run.draw.epoch,
+                draw=run.draw.number,
+                sample=index,
+                attempt=attempt,
+            )
+            async with self._gate:
+                run.started += 1
+                generated = await self._episodes.generate(run.draw.prompt, self._params, key)
+            run.generating -= 1
+            if not run.generating:
+                self._line.append(run)
+                self._changed.set()
+            trajectory = await self._episodes.score(generated)
+            run.attempts.append(trajectory)
+            if trajectory.status in (Status.COMPLETED, Status.TRUNCATED) or attempt == self._spec.retries:
+                run.samples[index] = trajectory
+                run.unscored -= 1
+                self._changed.set()
+                return
+            if not run.generating:
+                self._line.remove(run)
+            run.generating += 1
+            run.retried += 1
+
+    def _judge(self, group: Group) -> str | None:
+        if not group.trainable:
+            return NO_TRAINABLE
+        for picked in self._filters:
+            reason = picked.judge(group, **picked.options)
+            if reason is not None and not (isinstance(reason, str) and reason):
+                raise PluginError(
+                    f"filter {picked.name!r} gave no verdict",
+                    expected="None to keep the group, or a reason as text",
+                    found=repr(reason),
+                )
+            if reason is not None:
+                return reason
+        return None
+
+
+def first_error(several: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The exception that ended the wave. Its siblings were cancelled for it; two in one instant are told in a note."""
+    flat: list[BaseException] = []
+    queue: list[BaseException] = [several]
+    while queue:
+        error = queue.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            queue.extend(error.exceptions)
+        else:
+            flat.append(error)
+    for other in flat[1:]:
+        flat[0].add_note(f"at the same time: {type(other).__name__}: {other}")
+    return flat[0]
