@@ -1,0 +1,115 @@
+"""Recorder: the one place the loop tells what it measured; fans out to files, display and trackers.
+
+Deterministic figures and wall-clock figures go separate ways: see `tracking.run_dir`. A tracker that raises is reported and
+switched off; the run goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from miles_core.contracts.report import Report, Verdict
+from miles_core.kinds.tracker import Tracker
+from miles_core.tracking import rollouts as rollout_files
+from miles_core.tracking.live import Display
+from miles_core.tracking.run_dir import RunDir
+from miles_core.types import Group, TrainBatch
+
+log = logging.getLogger(__name__)
+
+
+class Recorder:
+    def __init__(
+        self, directory: RunDir, display: Display, trackers: Mapping[str, Tracker], *, rollouts_every_steps: int
+    ) -> None:
+        self._directory = directory
+        self._display = display
+        self._trackers = dict(trackers)
+        self._rollouts_every = rollouts_every_steps
+        self._timings: dict[str, float] = {}
+        self._step_started = time.monotonic()
+
+    # --- during a step ------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a phase of the step and show it."""
+        self._display.phase(name)
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            key = f"time/{name}_s"
+            self._timings[key] = self._timings.get(key, 0.0) + time.monotonic() - started
+
+    def groups_done(self, accepted: int) -> None:
+        self._display.groups_done(accepted)
+
+    def tokens(self, trained: int, sampled: int) -> None:
+        """Tokens of the step's batch, and how many of them were sampled."""
+        self._timings["tokens/batch"] = float(trained)
+        self._timings["tokens/sampled"] = float(sampled)
+
+    def wasted(self, figures: Mapping[str, float]) -> None:
+        self._timings.update(figures)
+
+    def contracts(self, step: int, reports: Sequence[Report]) -> None:
+        """Show the contracts; a broken one is an event with its offenders."""
+        self._display.contracts(reports)
+        for report in reports:
+            if report.status is Verdict.BROKEN:
+                self.event("contract_broken", step=step, contract=report.name, offenders=list(report.offenders))
+
+    def rollouts(self, step: int, groups: Sequence[Group], batch: TrainBatch) -> None:
+        if step % self._rollouts_every == 0:
+            rollout_files.write(self._directory.rollouts, step, groups, batch)
+
+    # --- the step's line ----------------------------------------------------------------------------------------------
+
+    def record(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the step's line and start timing the next."""
+        now = time.monotonic()
+        timings = {**self._timings, "time/step_s": now - self._step_started}
+        if "time/rollout_s" in timings and "tokens/sampled" in timings:
+            timings["throughput/rollout_tokens_per_s"] = timings["tokens/sampled"] / max(timings["time/rollout_s"], 1e-9)
+            timings["throughput/train_tokens_per_s"] = timings["tokens/batch"] / max(timings["time/train_s"], 1e-9)
+        self._timings, self._step_started = {}, now
+        self._directory.append(self._directory.metrics, {"step": step, **metrics})
+        self._directory.append(self._directory.timings, {"step": step, **timings})
+        self._display.step(step, metrics, timings)
+        for name, tracker in list(self._trackers.items()):
+            with self._tracker(name):
+                tracker.record(step, {**metrics, **timings})
+
+    # --- beside steps -------------------------------------------------------------------------------------------------
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self._directory.event(kind, **facts)
+        log.info("%s %s", kind, facts)
+
+    def alarm(self, step: int, message: str) -> None:
+        """Something a person should look at; the run goes on."""
+        self.event("alarm", step=step, message=message)
+        self._display.say(message, alarm=True)
+
+    def say(self, message: str) -> None:
+        self._display.say(message)
+
+    def close(self) -> None:
+        for name, tracker in list(self._trackers.items()):
+            with self._tracker(name):
+                tracker.close()
+
+    @contextlib.contextmanager
+    def _tracker(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001 — a tracker is somebody's dashboard, not a reason to lose a run
+            self._trackers.pop(name, None)
+            log.exception("tracker %s", name)
+            self.event("tracker_off", tracker=name, error=f"{type(error).__name__}: {error}")
+            self._display.say(f"tracker {name} failed and is switched off: {error}", alarm=True)

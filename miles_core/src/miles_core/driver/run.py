@@ -1,0 +1,65 @@
+"""Run: everything a loop holds while it goes. Opened by `assemble`, driven by `sync`, never reached into by its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from miles_core.config.spec import RunSpec
+from miles_core.data.order import PromptStream
+from miles_core.driver.recorder import Recorder
+from miles_core.driver.signals import StopRequest
+from miles_core.kinds.engine import Engine
+from miles_core.kinds.executor import Trainer
+from miles_core.kinds.transport import Transport
+from miles_core.rollout.alarm import ConstantRewardAlarm
+from miles_core.rollout.episode import Episodes
+from miles_core.rollout.scheduler import GroupFilter
+from miles_core.tracking.run_dir import RunDir
+from miles_core.types import Prompt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learning:
+    """The picked functions of the update, bound to nothing: options travel beside them."""
+
+    advantage: Callable[..., Any]
+    advantage_options: Mapping[str, Any]
+    corrections: Sequence[tuple[str, Callable[..., Any], Mapping[str, Any]]]
+
+
+@dataclass(slots=True, kw_only=True)
+class Run:
+    spec: RunSpec
+    directory: RunDir
+    recorder: Recorder
+    trainer: Trainer
+    engines: Sequence[Engine]
+    transport: Transport
+    stream: PromptStream
+    eval_prompts: Sequence[Prompt]
+    episodes: Episodes
+    filters: Sequence[GroupFilter]
+    learning: Learning
+    alarm: ConstantRewardAlarm
+    num_experts: int | None
+    """Experts of an MoE layer of the model, None for a dense one."""
+    stop: StopRequest
+    start_step: int = 0
+    """Steps that are done; their weights are version `start_step`."""
+    resumed_metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics of `start_step` as its checkpoint remembers them; the step's line is written again after publishing."""
+    saved_step: int | None = None
+
+    @property
+    def last_step(self) -> int:
+        return self.spec.schedule.steps
+
+    def save_due(self, step: int) -> bool:
+        every = self.spec.checkpoint.every_steps
+        return step == self.last_step or (every is not None and step % every == 0)
+
+    def eval_due(self, step: int) -> bool:
+        every = self.spec.eval.every_steps
+        return every is not None and (step == self.last_step or step % every == 0)

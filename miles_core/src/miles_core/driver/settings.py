@@ -1,0 +1,92 @@
+"""From a validated run-file to what ranks and engines are told; pure."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from miles_core.config.resolve import Resolved, ResolvedRun
+from miles_core.config.spec import SamplingSpec
+from miles_core.kinds.backend import LossSettings, OptimizerSettings
+from miles_core.kinds.executor import EngineSpec, TrainerSpec
+from miles_core.types import SamplingParams
+
+Device = Literal["cpu", "cuda"]
+
+
+def option_values(resolved: Resolved) -> dict[str, Any]:
+    """Options of a function capability as its keyword arguments."""
+    return {} if resolved.options is None else dict(resolved.options.model_dump())
+
+
+def choose_device(wanted: Literal["auto", "cpu", "cuda"]) -> Device:
+    if wanted != "auto":
+        return wanted
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def trainer_spec(run: ResolvedRun, device: Device) -> TrainerSpec:
+    spec, backend = run.spec, run.one["backend"]
+    return TrainerSpec(
+        load=backend.capability.load,
+        options=backend.options,
+        world_size=spec.placement.trainer_ranks,
+        model_path=spec.model.path,
+        device=device,
+        seed=spec.seed,
+        optimizer=_optimizer(run),
+        loss=_loss(run),
+        reference=spec.objective.kl_coef > 0,
+    )
+
+
+def engine_spec(run: ResolvedRun, device: Device) -> EngineSpec:
+    spec, engine = run.spec, run.one["engine"]
+    return EngineSpec(
+        load=engine.capability.load,
+        options=engine.options,
+        count=spec.placement.engines,
+        model_path=spec.model.path,
+        context_length=spec.model.context_length,
+        device=device,
+        seed=spec.seed,
+    )
+
+
+def sampling_params(sampling: SamplingSpec) -> SamplingParams:
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        max_tokens=sampling.max_tokens,
+        stop=sampling.stop,
+    )
+
+
+def _optimizer(run: ResolvedRun) -> OptimizerSettings:
+    settings, schedule = run.spec.optimizer, run.spec.schedule
+    return OptimizerSettings(
+        lr=settings.lr,
+        betas=settings.betas,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        schedule=settings.schedule,
+        warmup_steps=settings.warmup_steps,
+        min_lr_ratio=settings.min_lr_ratio,
+        total_steps=schedule.steps * schedule.minibatches,
+        clip_grad_norm=settings.clip_grad_norm,
+    )
+
+
+def _loss(run: ResolvedRun) -> LossSettings:
+    objective, loss = run.spec.objective, run.one["loss"]
+    return LossSettings(
+        load=loss.capability.load,
+        options=option_values(loss),
+        entropy_coef=objective.entropy_coef,
+        kl_coef=objective.kl_coef if objective.kl_in == "loss" else 0.0,
+        kl_estimator=objective.kl_estimator,
+        on_nonfinite=objective.on_nonfinite,
+    )

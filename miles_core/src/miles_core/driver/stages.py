@@ -1,0 +1,181 @@
+"""The stages of a step. Each takes the run and a step, does one thing, and returns what the next one needs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from miles_core import batching
+from miles_core.contracts import logprobs, routes, tokens, versions
+from miles_core.contracts.report import Report, Verdict
+from miles_core.driver import checkpoint
+from miles_core.driver.run import Run
+from miles_core.errors import ContractError
+from miles_core.kinds.backend import StepMetrics
+from miles_core.rollout.evaluate import evaluate
+from miles_core.rollout.scheduler import Collected, collect
+from miles_core.types import TrainBatch
+from miles_core.watch import progress, waiting
+from miles_core.weights import lifecycle
+from miles_core.weights.equality import check_weight_update_equal
+
+
+async def rollout_and_update(run: Run, step: int) -> dict[str, float]:
+    """Collect a batch, check the contracts on it, train on it; the step's metrics."""
+    collected = await _collect(run, step)
+    batch = await _prepare(run, collected, step)
+    reports = check_contracts(run, collected, batch, version=step - 1)
+    metrics = await _update(run, batch, step)
+    run.recorder.contracts(step, reports)
+    run.recorder.rollouts(step, collected.groups, batch)
+    contract_metrics = {name: value for report in reports for name, value in report.metrics.items()}
+    return {**collected.stats, **contract_metrics, **metrics}
+
+
+async def publish(run: Run, version: int, *, first: bool = False) -> None:
+    """Make the trainer's weights `version` on every engine."""
+    with run.recorder.phase("publish"), waiting("driver", on=f"publishing weight version {version}"):
+        if first and run.spec.check_weight_update_equal:
+            report = await check_weight_update_equal(run.transport, run.engines, version, seed=run.spec.seed)
+            run.recorder.event("weights_equal", version=version, tensors=report.num_tensors)
+        else:
+            report = await lifecycle.publish(run.transport, run.engines, version)
+    run.recorder.event("publish", version=version, tensors=report.num_tensors, bytes=report.num_bytes)
+    progress()
+
+
+async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:
+    """Write a checkpoint of `step`; nothing when it is saved already. The last step also leaves a Hugging Face folder."""
+    if run.saved_step == step:
+        return
+    state = {
+        "stream": run.stream.state(),
+        "alarm": run.alarm.state(),
+        "metrics": dict(metrics),
+    }
+    with run.recorder.phase("save"), waiting("driver", on=f"saving step {step}"):
+        path = await checkpoint.save(
+            run.directory.checkpoints, step, state, run.trainer.save, keep=run.spec.checkpoint.keep
+        )
+        if step == run.last_step and run.spec.checkpoint.export_hf:
+            await run.trainer.save_hf(run.directory.path / "hf")
+    run.saved_step = step
+    run.recorder.event("save", step=step, path=str(path))
+    progress()
+
+
+async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None:
+    """Evaluate when due, then write the step's line. Step 0 has one only when it was evaluated."""
+    figures = dict(metrics)
+    if run.eval_due(step):
+        with run.recorder.phase("eval"), waiting("driver", on=f"evaluation after step {step}"):
+            figures |= await evaluate(
+                step,
+                prompts=run.eval_prompts,
+                episodes=run.episodes,
+                spec=run.spec.eval,
+                retries=run.spec.rollout.retries,
+                max_concurrent=run.spec.rollout.max_concurrent,
+            )
+        run.recorder.event("eval", step=step, reward=figures["eval/reward_mean"])
+    if figures:
+        run.recorder.record(step, figures)
+    progress()
+
+
+def check_contracts(run: Run, collected: Collected, batch: TrainBatch, *, version: int) -> list[Report]:
+    """All four contracts on the batch the update will see.
+
+    Raises:
+        ContractError: tokens or versions are broken. Training on would optimise trajectories nobody generated.
+    """
+    old_is_rollout = run.spec.objective.old_logprobs == "rollout"
+    reports = [
+        tokens.check(collected.groups, batch),
+        routes.check(batch, num_experts=run.num_experts),
+        logprobs.check(batch, old_is_rollout=old_is_rollout),
+        versions.check(collected.groups, current_version=version, max_staleness=0),
+    ]
+    for report in reports:
+        if report.status is Verdict.BROKEN and report.name in ("tokens", "versions"):
+            raise ContractError(
+                f"the {report.name} contract is broken",
+                found="; ".join(report.offenders),
+                where=f"weight version {version}",
+                do="report the engine or session that made these trajectories",
+            )
+    return reports
+
+
+# --- inside a step ----------------------------------------------------------------------------------------------------
+
+
+async def _collect(run: Run, step: int) -> Collected:
+    schedule = run.spec.schedule
+    with run.recorder.phase("rollout"), waiting("driver", on=f"rollout of step {step}"):
+        collected = await collect(
+            step,
+            stream=run.stream,
+            episodes=run.episodes,
+            spec=run.spec.rollout,
+            filters=run.filters,
+            groups=schedule.groups_per_step,
+            group_size=schedule.group_size,
+            on_accept=run.recorder.groups_done,
+        )
+    if warning := run.alarm.observe(collected.rewards):
+        run.recorder.alarm(step, warning)
+    run.recorder.wasted(collected.wasted)
+    return collected
+
+
+async def _prepare(run: Run, collected: Collected, step: int) -> TrainBatch:
+    """The batch with old and reference log-probs; advantages come with the update."""
+    objective = run.spec.objective
+    batch = batching.pack(collected.groups)
+    with run.recorder.phase("log_probs"), waiting("driver", on=f"log-probs of step {step}"):
+        if objective.old_logprobs == "trainer":
+            batch = batching.with_old_logprobs(batch, await run.trainer.log_probs(batch))
+        else:
+            batch = batching.with_old_logprobs(batch, None)
+        if objective.kl_coef > 0:
+            batch = batching.with_ref_logprobs(batch, await run.trainer.log_probs(batch, model="reference"))
+    progress()
+    return batch
+
+
+async def _update(run: Run, batch: TrainBatch, step: int) -> dict[str, float]:
+    objective, learning = run.spec.objective, run.learning
+    batch, correction_metrics = batching.with_corrections(batch, learning.corrections)
+    kl = None
+    if objective.kl_coef > 0 and objective.kl_in == "reward":
+        kl = batching.kl_in_reward(batch, coef=objective.kl_coef, estimator=objective.kl_estimator)
+    batch = batching.with_advantages(batch, learning.advantage, learning.advantage_options, kl=kl)
+    length = objective.fixed_length_tokens or run.spec.rollout.sampling.max_tokens
+    parts = batching.split_updates(batch, run.spec.schedule.minibatches)
+    results: list[StepMetrics] = []
+    with run.recorder.phase("train"), waiting("driver", on=f"optimizer steps of step {step}"):
+        for part in parts:
+            weighted = batching.with_token_weights(
+                part, objective.reduction, length if objective.reduction == "fixed-length" else None
+            )
+            results.append(await run.trainer.train_step(weighted))
+            progress()
+    for result in results:
+        if result.skipped:
+            run.recorder.alarm(step, f"optimizer step skipped: {result.skipped}")
+    run.recorder.tokens(batch.num_tokens, batch.num_loss_tokens)
+    return {**correction_metrics, **combine(results, [part.num_loss_tokens for part in parts])}
+
+
+def combine(results: Sequence[StepMetrics], loss_tokens: Sequence[int]) -> dict[str, float]:
+    """Metrics of a step's optimizer steps as ``train/…``: token-weighted means over the steps that were taken; the last
+    learning rate; how many were skipped."""
+    taken = [(r.values, n) for r, n in zip(results, loss_tokens, strict=True) if r.skipped is None]
+    total = sum(n for _, n in taken)
+    metrics = {"train/skipped_updates": float(len(results) - len(taken))}
+    for name in taken[0][0] if taken else ():
+        metrics[f"train/{name}"] = math.fsum(values[name] * n for values, n in taken) / total
+    if taken:
+        metrics["train/lr"] = taken[-1][0]["lr"]
+    return metrics

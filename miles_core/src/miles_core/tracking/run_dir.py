@@ -1,0 +1,169 @@
+"""The run directory: who owns it, what is in it, and lines that are whole or absent.
+
+    run.yaml          resolved, every default written out        env.json    versions and machine
+    run.source.yaml   as given, with its overrides               plan.json   who runs where
+    LOCK              held while a process runs here             logs/       one file a process
+    metrics.jsonl     one object a step; a function of run-file and seed, compared bit for bit
+    timings.jsonl     one object a step; everything the wall clock decides
+    events.jsonl      start, resume, publish, save, eval, alarm, stop
+    rollouts/step_000012.parquet    checkpoints/step_000012/    report.html
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+from miles_core.errors import RunError
+
+
+class RunDir:
+    """An opened run directory. One process at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._lock: TextIO | None = None
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timings(self) -> Path:
+        return self.path / "timings.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "events.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def rollouts(self) -> Path:
+        return self.path / "rollouts"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    # --- ownership ----------------------------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Create what is missing and take the lock.
+
+        Raises:
+            RunError: another process runs here.
+        """
+        for folder in (self.path, self.checkpoints, self.rollouts, self.logs):
+            folder.mkdir(parents=True, exist_ok=True)
+        lock = (self.path / "LOCK").open("a+")
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            lock.seek(0)
+            owner = lock.read().strip() or "unknown"
+            lock.close()
+            raise RunError(
+                "this run directory is in use",
+                found=f"process {owner} holds its LOCK",
+                where=str(self.path),
+                do="wait for it, stop it, or give this run another name",
+            ) from error
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        self._lock = lock
+
+    def close(self) -> None:
+        if self._lock is not None:
+            self._lock.close()  # releases the flock
+            self._lock = None
+
+    def exists(self) -> bool:
+        """Whether a run was started here."""
+        return (self.path / "run.yaml").exists()
+
+    def set_aside(self) -> Path:
+        """Rename an earlier run's directory to the first free ``NAME.N``; nothing of it is lost."""
+        number = 1
+        while (target := self.path.with_name(f"{self.path.name}.{number}")).exists():
+            number += 1
+        self.path.rename(target)
+        return target
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def write_text(self, name: str, text: str) -> None:
+        """Write a whole file atomically."""
+        target = self.path / name
+        partial = target.with_name(target.name + ".partial")
+        try:
+            with partial.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            partial.rename(target)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise _write_error(target, error) from error
+
+    def append(self, file: Path, record: Mapping[str, Any]) -> None:
+        """Append one JSON object as a line; on disk when this returns, and the file never ends in half a line.
+
+        Raises:
+            RunError: it could not be written; the lines before it stand.
+        """
+        line = json.dumps(_finite(record), sort_keys=True, ensure_ascii=False) + "\n"
+        with file.open("ab") as target:
+            before = target.tell()
+            try:
+                target.write(line.encode())
+                target.flush()
+                os.fsync(target.fileno())
+            except OSError as error:
+                os.truncate(file, before)
+                raise _write_error(file, error) from error
+
+    def event(self, kind: str, **facts: Any) -> None:
+        self.append(self.events, {"time": round(time.time(), 3), "event": kind, **facts})
+
+    def keep_steps_before(self, step: int) -> None:
+        """Drop the lines of `step` and later from metrics and timings, and a half line that a crash left."""
+        for file in (self.metrics, self.timings):
+            if file.exists():
+                kept = [record for record in read_lines(file) if record["step"] < step]
+                lines = (json.dumps(record, sort_keys=True, ensure_ascii=False) + "\n" for record in kept)
+                self.write_text(file.name, "".join(lines))
+
+
+def read_lines(file: Path) -> Iterator[dict[str, Any]]:
+    """Objects of a JSON-lines file; a last line without its newline is one that a crash cut off and is passed over."""
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8") as lines:
+        for line in lines:
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
+    """NaN and infinities become null: they are not JSON."""
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
+
+
+def _write_error(path: Path, error: OSError) -> RunError:
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+    return RunError(
+        "the disk is full" if full else f"cannot write: {error}",
+        where=str(path),
+        do="free space, then go on with --resume; what was written before stands" if full else "check the folder",
+    )
