@@ -39,6 +39,7 @@ def miles_environments() -> Iterable[Capability]:
             name="chat",
             summary="one prompt, one answer; rewards score it",
             load="miles_core.rollout.chat:ChatEnvironment",
+            provides=frozenset({"needs-rewards"}),
         )
     ]
 

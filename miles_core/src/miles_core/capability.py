@@ -143,6 +143,7 @@ TAGS: dict[str, str] = {
     # environment
     "provides-prompts": "brings its own prompts, so the run-file needs no `data`",
     "multi-turn": "asks the session for more than one completion",
+    "needs-rewards": "scores nothing itself, so the run-file must pick a reward",
     # advantage, loss
     "needs-values": "reads a critic's values",
     "needs-group": "compares several trajectories of one prompt",

@@ -49,10 +49,10 @@ class Source:
 
     def origin(self, path: KeyPath) -> Origin:
         """Origin of the value at `path`, or of the nearest section above it that was written."""
-        for length in range(len(path), -1, -1):
+        for length in range(len(path), 0, -1):
             if found := self.origins.get(path[:length]):
                 return found
-        return Origin(self.name, 1)
+        return Origin(self.name)
 
     def disabled_plugins(self) -> tuple[str, ...]:
         """`plugins.disable` as far as it is a list of texts; read before the registry exists."""

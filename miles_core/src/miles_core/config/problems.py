@@ -95,7 +95,7 @@ def _render_one(problem: Problem, place_width: int, subject_width: int) -> list[
         message += "."
     if problem.do:
         message += f"   Do: {problem.do}"
-    tags = ", ".join(tag for tag in (problem.rule, problem.owner) if tag)
+    tags = ", ".join(tag for tag in (problem.rule, problem.owner) if tag) if problem.rule else ""
     place = problem.place.ljust(place_width)
     if not tags and len(problem.subject) <= subject_width:
         subject = problem.subject.ljust(subject_width) + "  " if subject_width else ""

@@ -1,12 +1,28 @@
-"""Picks to resolved capabilities: the typed result of validation, which plan and driver trust."""
+"""Picks to resolved capabilities: the typed result of validation, which plan and driver trust.
+
+One pass collects everything that is wrong. A broken part never hides the rest: what failed is left out, and checks that
+would read it are skipped.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from miles_core.capability import Capability
-from miles_core.config.spec import RunSpec
+from miles_core.capability import KINDS, Capability, Rule, State
+from miles_core.config import checks, translate
+from miles_core.config.files import check_files
+from miles_core.config.load import KeyPath, Source, dotted
+from miles_core.config.picks import SECTIONS, default_pick, kind_at
+from miles_core.config.problems import Problem, RunFileError
+from miles_core.config.spec import RewardPick, RunSpec
+from miles_core.errors import PluginError
+from miles_core.registry import Entry, Registry, load_target
+from miles_core.rules import Facts, Violation, evaluate, parse
+
+DEFAULT_TRACKER = "tensorboard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,11 +35,330 @@ class Resolved:
     version: str
     options: Any
 
+    @property
+    def owner(self) -> str:
+        return f"{self.distribution} {self.version}".strip()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResolvedRun:
     """A run-file that passed validation. Kinds with one pick are in `one`, kinds with several in `many`."""
 
     spec: RunSpec
+    """Every default filled in, the picks' options included; paths of model and data are absolute."""
     one: dict[str, Resolved]
+    """No `tito_family` when the run-file leaves it to the checkpoint."""
     many: dict[str, tuple[Resolved, ...]]
+    """In the order of the run-file; `reward` lines up with `spec.rewards`."""
+
+
+@dataclass(slots=True)
+class _Work:
+    """What is known so far."""
+
+    source: Source
+    registry: Registry
+    problems: list[Problem]
+    broken: list[KeyPath] = field(default_factory=list)
+    """Paths whose value is not to be read."""
+    unresolved: set[str] = field(default_factory=set)
+    """Kinds of which a pick did not resolve."""
+    picked: list[tuple[KeyPath, Entry, Any]] = field(default_factory=list)
+    """Path, capability and options of each pick that resolved."""
+
+    def report(self, path: KeyPath, message: str, *, at: KeyPath | None = None, **parts: Any) -> None:
+        origin = self.source.origin(at or path)
+        self.problems.append(
+            Problem(path=dotted(path), message=message, source=origin.source, line=origin.line, **parts)
+        )
+
+
+def check_run(source: Source, registry: Registry, *, files: bool = True) -> tuple[ResolvedRun | None, list[Problem]]:
+    """Validate completely; the run, or None and every problem there is.
+
+    Args:
+        source: The run-file as loaded.
+        registry: What is installed.
+        files: Also look whether the model folder and the data are there.
+    """
+    work = _Work(source, registry, list(source.problems))
+    spec = _read_core(work)
+    for kind, path, raw in _raw_picks(source.tree):
+        _resolve_pick(work, kind, path, raw)
+    if spec is not None:
+        values = _completed(work, spec)
+        _apply_rules(work, values)
+        _apply_checks(work, translate.strict(RunSpec, values), files=files)
+    if work.problems or spec is None:
+        return None, work.problems
+    spec = translate.strict(RunSpec, _with_absolute_paths(values))
+    one = {entry.kind: _resolved(entry, options) for _, entry, options in work.picked if not KINDS[entry.kind].many}
+    many: dict[str, tuple[Resolved, ...]] = {kind: () for kind in SECTIONS if KINDS[kind].many}
+    for _, entry, options in work.picked:
+        if KINDS[entry.kind].many:
+            many[entry.kind] = (*many[entry.kind], _resolved(entry, options))
+    if spec.tracking.trackers is None:
+        many["tracker"] = _default_trackers(registry)
+    return ResolvedRun(spec=spec, one=one, many=many), []
+
+
+def resolve(source: Source, registry: Registry) -> ResolvedRun:
+    """Validate a loaded run-file against what is installed.
+
+    Raises:
+        RunFileError: with all problems at once.
+    """
+    run, problems = check_run(source, registry)
+    if run is None:
+        raise RunFileError(problems)
+    return run
+
+
+# --- core sections ----------------------------------------------------------------------------------------------------
+
+_PLACEHOLDERS: dict[KeyPath, Any] = {
+    ("name",): "unnamed",
+    ("model",): ".",
+    ("model", "path"): ".",
+    ("data", "train"): ".",
+    ("schedule",): {"steps": 1},
+    ("schedule", "steps"): 1,
+}
+"""Stand in for required keys while the rest is checked; their paths count as broken."""
+_GONE = object()
+
+
+def _read_core(work: _Work) -> RunSpec | None:
+    """The core sections; where they are wrong, the spec of what is left once the wrong values are taken out."""
+    tree: dict[str, Any] = work.source.tree
+    parsed = translate.read(RunSpec, tree, work.source)
+    work.problems += parsed.problems
+    for _ in range(8):  # taking out a value may leave a required key missing, so it takes a few rounds
+        if parsed.model is not None:
+            return RunSpec.model_validate(parsed.model)
+        gone = {_whole(path) for path in parsed.broken}
+        work.broken += [*parsed.broken, *gone]
+        tree = _without(tree, gone)
+        parsed = translate.read(RunSpec, tree, work.source)
+    return None
+
+
+def _without(tree: Any, gone: set[KeyPath], path: KeyPath = ()) -> Any:
+    """A copy of the tree less the paths in `gone`, with placeholders where something must stand."""
+    if isinstance(tree, list):
+        return [_item(item, gone, (*path, index)) for index, item in enumerate(tree)]
+    if not isinstance(tree, dict):
+        return tree
+    keys = dict.fromkeys([*tree, *(str(lost[-1]) for lost in gone if lost[:-1] == path and lost in _PLACEHOLDERS)])
+    kept = {key: _item(tree.get(key), gone, (*path, key)) for key in keys}
+    return {key: item for key, item in kept.items() if item is not _GONE}
+
+
+def _item(value: Any, gone: set[KeyPath], path: KeyPath) -> Any:
+    if path not in gone:
+        return _without(value, gone, path)
+    if kind_at(path):
+        return {"use": "?"}
+    return _PLACEHOLDERS.get(path, _GONE)
+
+
+def _whole(path: KeyPath) -> KeyPath:
+    """The smallest part around a wrong value that can be taken out without moving anything else."""
+    for length in range(1, len(path) + 1):
+        if kind_at(path[:length]):
+            return path[:length]
+        if isinstance(path[length - 1], int) and not kind_at(path[:length]):
+            return path[: length - 1]
+    return path
+
+
+# --- picks ------------------------------------------------------------------------------------------------------------
+
+
+def _raw_picks(tree: dict[str, Any]) -> Iterator[tuple[str, KeyPath, Any]]:
+    """Kind, path and raw value of every pick, defaults included; what is no pick is reported with the core sections."""
+    for kind, section in SECTIONS.items():
+        found: Any = tree
+        for part in section:
+            found = found.get(part) if isinstance(found, dict) else None
+        if not KINDS[kind].many:
+            raw = default_pick(kind) if found is None else found
+            if raw is not None:
+                yield kind, section, raw
+        elif isinstance(found, list):
+            for index, raw in enumerate(found):
+                yield kind, (*section, index), raw
+
+
+def _resolve_pick(work: _Work, kind: str, path: KeyPath, raw: Any) -> None:
+    written = {"use": raw} if isinstance(raw, str) else raw
+    if not isinstance(written, dict) or not isinstance(written.get("use"), str):
+        work.unresolved.add(kind)
+        return
+    use = written["use"]
+    try:
+        entry = work.registry.resolve(kind, use, Path.cwd())
+        model = load_target(entry.capability.options) if entry.capability.options else None
+    except PluginError as error:
+        work.unresolved.add(kind)
+        where = path if isinstance(raw, str) else (*path, "use")
+        written_here = path in work.source.origins
+        shown = translate.show(use) + ("" if written_here else " (default)")
+        work.report(where, _sentence(error), value=shown, do=error.do)
+        return
+    own = set(RewardPick.model_fields) if kind == "reward" else {"use"}
+    options = {key: value for key, value in written.items() if key not in own}
+    parsed = translate.read_options(model, options, work.source, path, owner=entry.owner)
+    work.problems += parsed.problems
+    work.broken += parsed.broken
+    work.picked.append((path, entry, parsed.model))
+
+
+def _sentence(error: PluginError) -> str:
+    parts = [error.message]
+    if error.expected:
+        parts.append(f"expected {error.expected}")
+    if error.found and not (error.do or "").startswith("did you mean"):
+        parts.append(error.found)
+    return "; ".join(parts)
+
+
+def _default_trackers(registry: Registry) -> tuple[Resolved, ...]:
+    usable = [entry for entry in registry.entries("tracker") if entry.name == DEFAULT_TRACKER]
+    return tuple(_resolved(entry, None) for entry in usable if entry.state is State.OK)
+
+
+def _resolved(entry: Entry, options: Any) -> Resolved:
+    return Resolved(
+        kind=entry.kind,
+        capability=entry.capability,
+        distribution=entry.distribution,
+        version=entry.version,
+        options=options,
+    )
+
+
+def _completed(work: _Work, spec: RunSpec) -> dict[str, Any]:
+    """The spec as plain values, each pick with the defaults of its options."""
+    values: dict[str, Any] = spec.model_dump(mode="json")
+    for path, _, options in work.picked:
+        at: Any = values
+        for part in path[:-1]:
+            at = at[part]
+        if options is not None:
+            at[path[-1]] = {**at[path[-1]], **options.model_dump(mode="json")}
+    return values
+
+
+def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """Relative paths start where the command was started; workers on other hosts start elsewhere."""
+    places = [(values["model"], "path")] + [(values["data"], key) for key in ("train", "eval") if values["data"]]
+    for section, key in places:
+        if section[key] is not None:
+            section[key] = str(Path(section[key]).expanduser().absolute())
+    return values
+
+
+# --- rules and checks -------------------------------------------------------------------------------------------------
+
+
+def facts_of(values: dict[str, Any], tags: dict[str, frozenset[str]]) -> Facts:
+    """A run-file as flat facts: ``section.key`` to value; a list of picks under its own path, as names."""
+    flat: dict[str, Any] = {}
+
+    def visit(path: KeyPath, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit((*path, key), item)
+        elif isinstance(value, list):
+            flat[dotted(path)] = tuple(
+                item["use"] if isinstance(item, dict) and "use" in item else item for item in value
+            )
+        else:
+            flat[dotted(path)] = value
+
+    visit((), values)
+    return Facts(flat, tags)
+
+
+def _tags(work: _Work) -> dict[str, frozenset[str]]:
+    tags: dict[str, frozenset[str]] = {}
+    for _, entry, _ in work.picked:
+        tags[entry.kind] = tags.get(entry.kind, frozenset()) | entry.capability.provides
+    return tags
+
+
+def _is_broken(work: _Work, path: str) -> bool:
+    """Whether the value at `path`, one inside it or one around it, is not to be read."""
+    parts = path.split(".")
+    for gone in work.broken:
+        names = [str(part) for part in gone]
+        shared = min(len(names), len(parts))
+        if names[:shared] == parts[:shared]:
+            return True
+    return False
+
+
+def _apply_rules(work: _Work, values: dict[str, Any]) -> None:
+    facts = facts_of(values, _tags(work))
+    for path, entry, _ in work.picked:
+        for rule in entry.capability.rules:
+            _apply_rule(work, rule, entry.owner, path, facts)
+
+
+def _apply_rule(work: _Work, rule: Rule, owner: str, path: KeyPath, facts: Facts) -> None:
+    try:
+        conditions = [parse(text) for text in (*rule.when, *rule.needs)]
+        reads_broken = any(
+            condition.subject in work.unresolved if condition.tag else _is_broken(work, condition.subject)
+            for condition in conditions
+        )
+        if reads_broken or (rule.check and (work.broken or work.unresolved)):
+            return
+        violations = evaluate([(rule, owner)], facts, _guarded)
+    except PluginError as error:
+        work.report(path, f"a rule cannot be applied: {_sentence(error)}", rule=rule.id, owner=owner, do=error.do)
+        return
+    for violation in violations:
+        _report_violation(work, violation, facts, path)
+
+
+def _guarded(target: str) -> Callable[[Facts], Any]:
+    """A plugin's check function, its failures turned into PluginError: a boundary to code that is not ours."""
+    function = load_target(target)
+
+    def call(facts: Facts) -> Any:
+        try:
+            return list(function(facts))
+        except Exception as error:
+            raise PluginError(f"`{target}` raised {type(error).__name__}: {error}") from error
+
+    return call
+
+
+def _report_violation(work: _Work, violation: Violation, facts: Facts, pick: KeyPath) -> None:
+    """Point at the first path involved that is written in the file, else at the pick that brought the rule."""
+    rule = violation.rule
+    message = rule.because if rule.check is None else f"{violation.found}; {rule.because}"
+    candidates = [tuple(path.split(".")) for path in violation.paths]
+    written = [path for path in candidates if path in work.source.origins]
+    path = (written or candidates)[0]
+    value = facts.values.get(dotted(path), facts.values.get(f"{dotted(path)}.use"))
+    shown = translate.show(list(value) if isinstance(value, tuple) else value)
+    if not written:
+        shown += " (default)"
+    at = path if written else pick
+    work.report(path, message, at=at, value=shown, rule=rule.id, owner=violation.owner, do=rule.instead)
+
+
+def _apply_checks(work: _Work, spec: RunSpec, *, files: bool) -> None:
+    setup = checks.Setup(spec=spec, tags=_tags(work), model=None)
+    if files and not _is_broken(work, "model.path"):
+        setup = setup.with_model()
+    findings = [*checks.run_checks(setup), *(check_files(spec) if files else ())]
+    for finding in findings:
+        if any(_is_broken(work, path) for path in finding.reads) or work.unresolved & finding.kinds:
+            continue
+        path: KeyPath = tuple(finding.path.split("."))
+        value = translate.show(checks.value_at(spec, finding.path)) if finding.show else None
+        work.report(path, finding.message, value=value, rule=finding.id, do=finding.do)

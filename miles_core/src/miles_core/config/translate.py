@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 
 from miles_core.config import picks, yaml12
@@ -63,6 +63,28 @@ def read(
             parsed.problems.append(Problem(source=origin.source, line=origin.line, **problem))
             parsed.broken.append(where)
         return parsed
+
+
+def read_options(
+    model: type[BaseModel] | None, raw: Mapping[str, Any], source: Source, base: KeyPath, *, owner: str
+) -> Parsed:
+    """Validate a pick's own options against the capability's model; without a model it takes none."""
+    if model is None:
+        model = NoOptions
+    try:
+        parsed = read(model, raw, source, base, owner=owner)
+    except Exception as error:  # noqa: BLE001  (validators of a plugin's model are not our code)
+        origin = source.origin(base)
+        message = f"its options cannot be read: {type(error).__name__}: {error}"
+        problem = Problem(path=dotted(base), message=message, source=origin.source, line=origin.line, owner=owner)
+        return Parsed(None, [problem], [base])
+    return parsed if model is not NoOptions else Parsed(None, parsed.problems, parsed.broken)
+
+
+class NoOptions(BaseModel):
+    """Of a capability that declares no option model."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 def _existing(raw: Any, loc: KeyPath, kind: str) -> KeyPath:

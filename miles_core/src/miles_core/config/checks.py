@@ -1,0 +1,430 @@
+"""What must hold between core's own keys, each with an id. What a capability demands is a rule of that capability.
+
+`CHECKS` find combinations that cannot work; `UNUSED` lists keys that have no effect in some run. Both are documented on
+the page of compatibility.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_model_folder
+from miles_core.config.spec import RunSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What checks look at."""
+
+    spec: RunSpec
+    tags: Mapping[str, frozenset[str]]
+    """Kind to the tags that its picked capabilities provide."""
+    model: ModelFolder | None
+    """None while the folder was not read or cannot be."""
+
+    def provides(self, kind: str, tag: str) -> bool:
+        return tag in self.tags.get(kind, frozenset())
+
+    def with_model(self) -> Setup:
+        """The same with the model folder's figures, where it can be read."""
+        try:
+            return replace(self, model=read_model_folder(Path(self.spec.model.path).expanduser()))
+        except ModelFolderError:
+            return self  # reported with the files
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """One check that failed."""
+
+    id: str
+    path: str
+    message: str
+    do: str
+    reads: tuple[str, ...] = ()
+    """Every key involved; when one of them is itself wrong, the finding says nothing."""
+    kinds: frozenset[str] = frozenset()
+    """Kinds whose tags were asked for."""
+    show: bool = True
+    """Whether the value at `path` explains anything."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """A combination that cannot work."""
+
+    id: str
+    about: str
+    """The demand, for the documentation."""
+    path: str
+    """The key to point at."""
+    find: Callable[[Setup], str | None]
+    """Says what is wrong in this setup, or None."""
+    do: str
+    reads: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unused:
+    """Keys that nothing reads while `when` holds; setting one to other than its default is an error."""
+
+    id: str
+    paths: tuple[str, ...]
+    when: Callable[[Setup], bool]
+    because: str
+    do: str
+    reads: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
+
+
+def value_at(spec: RunSpec, path: str) -> Any:
+    """The value at a dotted key, None inside an absent section."""
+    found: Any = spec
+    for part in path.split("."):
+        found = None if found is None else getattr(found, part)
+    return found.model_dump(mode="json") if hasattr(found, "model_dump") else found
+
+
+# --- combinations -----------------------------------------------------------------------------------------------------
+
+
+def _eval_without_data(s: Setup) -> str | None:
+    absent = s.spec.data is None or s.spec.data.eval is None
+    wanted = s.spec.eval.every_steps is not None
+    if wanted and absent and not s.provides("environment", "provides-prompts"):
+        return "evaluation needs held-out prompts: `data.eval` is absent and the environment brings none"
+    return None
+
+
+def _no_prompts(s: Setup) -> str | None:
+    if s.spec.data is None and not s.provides("environment", "provides-prompts"):
+        return f"the environment `{s.spec.environment.use}` brings no prompts, and there is no `data`"
+    return None
+
+
+def _no_reward(s: Setup) -> str | None:
+    if not s.spec.rewards and s.provides("environment", "needs-rewards"):
+        return f"the environment `{s.spec.environment.use}` scores nothing itself, and no reward is picked"
+    return None
+
+
+def _minibatches(s: Setup) -> str | None:
+    schedule = s.spec.schedule
+    if schedule.minibatches > schedule.groups_per_step:
+        return f"{schedule.groups_per_step} groups cannot be split among {schedule.minibatches} optimizer steps"
+    return None
+
+
+def _greedy_groups(s: Setup) -> str | None:
+    if s.spec.rollout.sampling.temperature == 0 and s.spec.schedule.group_size > 1:
+        return "at temperature 0 the trajectories of a group are all alike, so there is nothing to learn from"
+    return None
+
+
+def _greedy_eval(s: Setup) -> str | None:
+    if s.spec.eval.sampling.temperature == 0 and s.spec.eval.samples_per_prompt > 1:
+        return "evaluation at temperature 0 would sample one and the same answer several times"
+    return None
+
+
+def _warmup(s: Setup) -> str | None:
+    total = s.spec.schedule.steps * s.spec.schedule.minibatches
+    if s.spec.optimizer.warmup_steps > total:
+        return f"the warm-up would outlast the run's {total} optimizer steps"
+    return None
+
+
+def _k1_in_loss(s: Setup) -> str | None:
+    o = s.spec.objective
+    if o.kl_coef > 0 and o.kl_in == "loss" and o.kl_estimator == "k1":
+        return "as a loss, k1 has a gradient of mean 0: it would regularise nothing"
+    return None
+
+
+def _k3_in_reward(s: Setup) -> str | None:
+    o = s.spec.objective
+    if o.kl_coef > 0 and o.kl_in == "reward" and o.kl_estimator != "k1":
+        return f"in the reward, the policy gradient of {o.kl_estimator} is not that of the KL; only that of k1 is"
+    return None
+
+
+def _reference(s: Setup) -> str | None:
+    if s.spec.objective.kl_coef > 0 and not s.provides("backend", "reference-model"):
+        return f"the backend `{s.spec.backend.use}` keeps no reference policy to measure a KL against"
+    return None
+
+
+def _multi_rank(s: Setup) -> str | None:
+    ranks = s.spec.placement.trainer_ranks
+    if ranks > 1 and not s.provides("backend", "multi-rank"):
+        return f"the backend `{s.spec.backend.use}` trains on one rank"
+    return None
+
+
+def _transport_reach(s: Setup) -> str | None:
+    if s.provides("executor", "places-processes") and s.provides("transport", "same-process"):
+        return (
+            f"`{s.spec.transport.use}` moves weights inside one process, and the executor `{s.spec.executor.use}` "
+            "gives every rank and engine a process of its own"
+        )
+    return None
+
+
+def _verifies(s: Setup) -> str | None:
+    if s.spec.check_weight_update_equal and not s.provides("engine", "verifies-weights"):
+        return f"the engine `{s.spec.engine.use}` cannot report what weights it holds"
+    return None
+
+
+def _context(s: Setup) -> int | None:
+    """Tokens of prompt and output at most, as far as known."""
+    return s.spec.model.context_length or (s.model.context_length if s.model else None)
+
+
+def _room(s: Setup) -> str | None:
+    context, longest = _context(s), s.spec.rollout.sampling.max_tokens
+    if context is not None and longest >= context:
+        return f"{longest} sampled tokens leave no room for a prompt in a context of {context}"
+    return None
+
+
+def _eval_room(s: Setup) -> str | None:
+    context, longest = _context(s), s.spec.eval.sampling.max_tokens
+    if s.spec.eval.every_steps is not None and context is not None and longest >= context:
+        return f"{longest} sampled tokens leave no room for a prompt in a context of {context}"
+    return None
+
+
+def _context_limit(s: Setup) -> str | None:
+    wanted, limit = s.spec.model.context_length, s.model.context_length if s.model else None
+    if wanted is not None and limit is not None and wanted > limit:
+        return f"the checkpoint was made for at most {limit} tokens"
+    return None
+
+
+CHECKS: tuple[Check, ...] = (
+    Check(
+        id="MIL101",
+        about="Evaluation needs held-out prompts.",
+        path="eval.every_steps",
+        find=_eval_without_data,
+        do="set data.eval, or eval.every_steps: null",
+        reads=("data", "eval.every_steps"),
+        kinds=("environment",),
+    ),
+    Check(
+        id="MIL102",
+        about="A run needs prompts, from `data` or from the environment.",
+        path="environment",
+        find=_no_prompts,
+        do="set data, or pick an environment that provides prompts",
+        reads=("data",),
+        kinds=("environment",),
+    ),
+    Check(
+        id="MIL103",
+        about="An environment that scores nothing itself needs a reward.",
+        path="rewards",
+        find=_no_reward,
+        do="add a reward: `rewards: [my_reward.py:score]`, or the name of an installed one",
+        kinds=("environment", "reward"),
+    ),
+    Check(
+        id="MIL201",
+        about="Each minibatch holds at least one group.",
+        path="schedule.minibatches",
+        find=_minibatches,
+        do="set schedule.minibatches to schedule.groups_per_step at most",
+        reads=("schedule.groups_per_step",),
+    ),
+    Check(
+        id="MIL202",
+        about="A group needs trajectories that can differ.",
+        path="rollout.sampling.temperature",
+        find=_greedy_groups,
+        do="set rollout.sampling.temperature above 0",
+        reads=("schedule.group_size",),
+    ),
+    Check(
+        id="MIL203",
+        about="Greedy evaluation samples each prompt once.",
+        path="eval.samples_per_prompt",
+        find=_greedy_eval,
+        do="set eval.samples_per_prompt: 1, or eval.sampling.temperature above 0",
+        reads=("eval.sampling.temperature",),
+    ),
+    Check(
+        id="MIL301",
+        about="k1 is no loss.",
+        path="objective.kl_estimator",
+        find=_k1_in_loss,
+        do="set objective.kl_estimator: k3, or objective.kl_in: reward",
+        reads=("objective.kl_coef", "objective.kl_in"),
+    ),
+    Check(
+        id="MIL302",
+        about="In the reward, the KL is estimated by k1.",
+        path="objective.kl_estimator",
+        find=_k3_in_reward,
+        do="set objective.kl_estimator: k1, or objective.kl_in: loss",
+        reads=("objective.kl_coef", "objective.kl_in"),
+    ),
+    Check(
+        id="MIL303",
+        about="A KL needs a backend that keeps a reference policy.",
+        path="objective.kl_coef",
+        find=_reference,
+        do="pick a backend that provides `reference-model`, or set objective.kl_coef: 0",
+        kinds=("backend",),
+    ),
+    Check(
+        id="MIL401",
+        about="The warm-up ends before the run does.",
+        path="optimizer.warmup_steps",
+        find=_warmup,
+        do="lower optimizer.warmup_steps, or raise schedule.steps",
+        reads=("schedule.steps", "schedule.minibatches"),
+    ),
+    Check(
+        id="MIL501",
+        about="Several trainer ranks need a backend that trains on several.",
+        path="placement.trainer_ranks",
+        find=_multi_rank,
+        do="set placement.trainer_ranks: 1, or pick a backend that provides `multi-rank`",
+        kinds=("backend",),
+    ),
+    Check(
+        id="MIL502",
+        about="A transport inside one process needs an executor that stays in one.",
+        path="transport",
+        find=_transport_reach,
+        do="transport: broadcast, or executor: inprocess",
+        kinds=("transport", "executor"),
+    ),
+    Check(
+        id="MIL503",
+        about="Comparing weights after an update needs an engine that reports them.",
+        path="check_weight_update_equal",
+        find=_verifies,
+        do="set check_weight_update_equal: false, or pick an engine that provides `verifies-weights`",
+        kinds=("engine",),
+    ),
+    Check(
+        id="MIL601",
+        about="The context holds a prompt besides the sampled tokens.",
+        path="rollout.sampling.max_tokens",
+        find=_room,
+        do="lower it, or raise model.context_length",
+        reads=("model",),
+    ),
+    Check(
+        id="MIL602",
+        about="The same for evaluation.",
+        path="eval.sampling.max_tokens",
+        find=_eval_room,
+        do="lower it, or raise model.context_length",
+        reads=("model", "eval.every_steps"),
+    ),
+    Check(
+        id="MIL603",
+        about="The context is within the checkpoint's own limit.",
+        path="model.context_length",
+        find=_context_limit,
+        do="set it to the checkpoint's limit at most, or to null for exactly that",
+    ),
+)
+
+UNUSED: tuple[Unused, ...] = (
+    Unused(
+        id="MIL901",
+        paths=("data",),
+        when=lambda s: s.provides("environment", "provides-prompts"),
+        because="the environment brings its own prompts, so nothing reads `data`",
+        do="remove it, or pick an environment without prompts, such as `chat`",
+        reads=(),
+        kinds=("environment",),
+    ),
+    Unused(
+        id="MIL902",
+        paths=("data.eval", "eval.prompts", "eval.samples_per_prompt", "eval.sampling"),
+        when=lambda s: s.spec.eval.every_steps is None,
+        because="evaluation is off, so nothing reads it",
+        do="set eval.every_steps, or remove it",
+        reads=("eval.every_steps",),
+    ),
+    Unused(
+        id="MIL903",
+        paths=("rollout.reward_timeout_s", "rollout.reward_workers"),
+        when=lambda s: not s.spec.rewards,
+        because="no reward is picked, so nothing reads it",
+        do="remove it, or add a reward",
+        reads=("rewards",),
+    ),
+    Unused(
+        id="MIL904",
+        paths=("objective.kl_in", "objective.kl_estimator"),
+        when=lambda s: s.spec.objective.kl_coef == 0,
+        because="objective.kl_coef is 0, so no KL is measured",
+        do="set objective.kl_coef above 0, or remove it",
+        reads=("objective.kl_coef",),
+    ),
+    Unused(
+        id="MIL905",
+        paths=("objective.fixed_length_tokens",),
+        when=lambda s: s.spec.objective.reduction != "fixed-length",
+        because="only the reduction `fixed-length` reads it",
+        do="set objective.reduction: fixed-length, or remove it",
+        reads=("objective.reduction",),
+    ),
+    Unused(
+        id="MIL906",
+        paths=("optimizer.min_lr_ratio",),
+        when=lambda s: s.spec.optimizer.schedule == "constant",
+        because="a constant schedule has no end to decay to",
+        do="set optimizer.schedule: cosine or linear, or remove it",
+        reads=("optimizer.schedule",),
+    ),
+)
+
+
+def run_checks(setup: Setup) -> Iterator[Found]:
+    """Everything wrong between core's keys."""
+    for check in CHECKS:
+        if message := check.find(setup):
+            yield Found(
+                id=check.id,
+                path=check.path,
+                message=message,
+                do=check.do,
+                reads=(check.path, *check.reads),
+                kinds=frozenset(check.kinds),
+            )
+    for unused in UNUSED:
+        if unused.when(setup):
+            yield from _set_anyway(setup, unused)
+
+
+def _set_anyway(setup: Setup, unused: Unused) -> Iterable[Found]:
+    for path in unused.paths:
+        if value_at(setup.spec, path) != default_at(path):
+            yield Found(
+                id=unused.id,
+                path=path,
+                message=unused.because,
+                do=unused.do,
+                reads=(path, *unused.reads),
+                kinds=frozenset(unused.kinds),
+                show=path not in ("data", "eval.sampling"),
+            )
+
+
+_MINIMAL = RunSpec.model_validate({"name": "x", "model": "x", "schedule": {"steps": 1}})
+
+
+def default_at(path: str) -> Any:
+    """The default of a key; None for those without one."""
+    return value_at(_MINIMAL, path)

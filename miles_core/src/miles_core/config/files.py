@@ -1,0 +1,99 @@
+"""Whether the files a run-file names are there: model folder and data. Their contents are read when the run starts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from miles_core.config.checks import Found
+from miles_core.config.model_folder import ModelFolderError, read_model_folder
+from miles_core.config.spec import RunSpec
+
+DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
+"""Kinds of file that hold prompts; a folder is one that `datasets` saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class FileCheck:
+    """For the documentation; the functions below find them."""
+
+    id: str
+    about: str
+
+
+FILE_CHECKS = (
+    FileCheck("MIL701", "The model is a folder with config.json and safetensors weights."),
+    FileCheck("MIL702", "The model folder holds tokenizer.json and a chat template."),
+    FileCheck("MIL703", "Data is a JSONL or Parquet file with something in it, or a folder saved by `datasets`."),
+    FileCheck("MIL704", "The held-out split is not the training file."),
+)
+
+
+def check_files(spec: RunSpec) -> Iterator[Found]:
+    """Every file that is missing or plainly of the wrong kind."""
+    yield from _check_model(Path(spec.model.path).expanduser())
+    if spec.data is not None:
+        yield from _check_data("data.train", spec.data.train)
+        if spec.data.eval is not None:
+            yield from _check_data("data.eval", spec.data.eval)
+            if Path(spec.data.eval).expanduser().absolute() == Path(spec.data.train).expanduser().absolute():
+                yield _found(
+                    "MIL704", "data.eval", "it is the training file itself", "name a file the run never trains on"
+                )
+
+
+def _found(id: str, path: str, message: str, do: str) -> Found:
+    return Found(id=id, path=path, message=message, do=do, reads=(path,))
+
+
+def _check_model(folder: Path) -> Iterator[Found]:
+    do = "give the path of a Hugging Face folder; a relative one starts where you start miles"
+    if not folder.is_dir():
+        reason = "is no folder" if folder.exists() else "does not exist"
+        yield _found("MIL701", "model.path", f"{folder.absolute()} {reason}", do)
+        return
+    try:
+        read_model_folder(folder)
+    except ModelFolderError as error:
+        yield _found("MIL701", "model.path", f"{folder.absolute()}: {error}", do)
+    if not (folder / "tokenizer.json").is_file():
+        yield _found(
+            "MIL702",
+            "model.path",
+            f"{folder.absolute()}: tokenizer.json is missing",
+            "save the tokenizer with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
+        )
+    elif not _has_chat_template(folder):
+        yield _found(
+            "MIL702",
+            "model.path",
+            f"{folder.absolute()}: the tokenizer has no chat template",
+            "use an instruction-tuned checkpoint, or put its chat_template.jinja into the folder",
+        )
+
+
+def _has_chat_template(folder: Path) -> bool:
+    if any(
+        (folder / name).exists() for name in ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    ):
+        return True
+    try:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(config, dict) and bool(config.get("chat_template"))
+
+
+def _check_data(path: str, name: str) -> Iterator[Found]:
+    place = Path(name).expanduser()
+    do = "give a .jsonl or .parquet file, or a folder saved by `datasets`; a relative path starts where you start miles"
+    if not place.exists():
+        yield _found("MIL703", path, f"{place.absolute()} does not exist", do)
+    elif place.is_file() and place.suffix not in DATA_SUFFIXES:
+        yield _found("MIL703", path, f"a file ending in `{place.suffix}` is neither JSONL nor Parquet", do)
+    elif place.is_file() and place.stat().st_size == 0:
+        yield _found("MIL703", path, f"{place.absolute()} is empty", "fill it: one JSON object a line")
+    elif place.is_dir() and not any(place.iterdir()):
+        yield _found("MIL703", path, f"{place.absolute()} is an empty folder", do)

@@ -1,0 +1,131 @@
+"""What a Hugging Face folder says of its model: config.json and the headers of its safetensors; no tensor is loaded."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DTYPE_BYTES = {
+    "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
+    "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000
+"""The safetensors format allows no longer header."""
+
+
+class ModelFolderError(Exception):
+    """A file of the folder is absent or unreadable; the message names it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """The figures that validation and the memory estimate use; None where the checkpoint does not say."""
+
+    path: Path
+    parameters: int
+    """Stored elements; a tied output head is stored once."""
+    dtypes: Mapping[str, int] = field(default_factory=dict)
+    """Parameters per safetensors dtype."""
+    architecture: str = "unknown"
+    context_length: int | None = None
+    layers: int | None = None
+    kv_heads: int | None = None
+    head_dim: int | None = None
+    vocabulary: int | None = None
+
+    @property
+    def stored_bytes(self) -> int:
+        return sum(count * DTYPE_BYTES[dtype] for dtype, count in self.dtypes.items())
+
+    def kv_bytes_per_token(self, element_bytes: int) -> int | None:
+        """Bytes of keys and values of one token over all layers; None for layouts other than plain attention."""
+        if self.layers is None or self.kv_heads is None or self.head_dim is None:
+            return None
+        return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+
+def read_model_folder(path: Path) -> ModelFolder:
+    """Read a folder.
+
+    Raises:
+        ModelFolderError: naming the file that is missing or broken.
+    """
+    config = _json_object(path / "config.json")
+    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
+    inner: Mapping[str, Any] = text or config
+    dtypes: dict[str, int] = {}
+    for file in _weight_files(path):
+        for dtype, count in _header_counts(file).items():
+            dtypes[dtype] = dtypes.get(dtype, 0) + count
+    heads = _number(inner, "num_attention_heads")
+    hidden = _number(inner, "hidden_size")
+    architectures = config.get("architectures")
+    return ModelFolder(
+        path=path,
+        parameters=sum(dtypes.values()),
+        dtypes=dtypes,
+        architecture=str(architectures[0]) if isinstance(architectures, list) and architectures else "unknown",
+        context_length=_number(inner, "max_position_embeddings"),
+        layers=_number(inner, "num_hidden_layers"),
+        kv_heads=_number(inner, "num_key_value_heads") or heads,
+        head_dim=_number(inner, "head_dim") or (hidden // heads if hidden and heads else None),
+        vocabulary=_number(inner, "vocab_size"),
+    )
+
+
+def _number(config: Mapping[str, Any], key: str) -> int | None:
+    value = config.get(key)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise ModelFolderError(f"{file.name} is missing") from error
+    except (OSError, ValueError) as error:
+        raise ModelFolderError(f"{file.name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise ModelFolderError(f"{file.name} is not a JSON object")
+    return value
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Safetensors files in use: those the index names, else all."""
+    index = path / "model.safetensors.index.json"
+    if index.exists():
+        weight_map = _json_object(index).get("weight_map")
+        names = sorted({str(name) for name in weight_map.values()}) if isinstance(weight_map, dict) else []
+        # An index is data from elsewhere: it may only name files of its own folder.
+        files = [path / Path(name).name for name in names]
+        if missing := [file.name for file in files if not file.is_file()]:
+            raise ModelFolderError(f"{missing[0]} is missing; model.safetensors.index.json names it")
+    else:
+        files = sorted(path.glob("*.safetensors"))
+    if not files:
+        raise ModelFolderError("no *.safetensors file")
+    return files
+
+
+def _header_counts(file: Path) -> dict[str, int]:
+    """Parameters per dtype (huggingface.co/docs/safetensors, "Format": u64 length, then JSON)."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > MAX_HEADER_BYTES:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(stream.read(length))
+            counts: dict[str, int] = {}
+            for name, entry in header.items():
+                if name != "__metadata__":
+                    counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
+            if unknown := set(counts) - set(DTYPE_BYTES):
+                raise ValueError(f"unknown dtype {min(unknown)}")
+            return counts
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelFolderError(f"{file.name} is not a safetensors file: {error}") from error

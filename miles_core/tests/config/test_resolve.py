@@ -1,0 +1,231 @@
+"""Validation: everything wrong is found at once, with its place and remedy; what is right becomes a typed run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from miles_core.config.load import dump, parse
+from miles_core.config.problems import Problem, RunFileError
+from miles_core.config.resolve import ResolvedRun, check_run, resolve
+from miles_core.registry import Registry
+
+BASE = """\
+name: run
+model: model
+data: train.jsonl
+rewards: [score.py:score]
+rollout: {sampling: {max_tokens: 16}}
+schedule: {steps: 3, group_size: 4}
+"""
+
+
+def problems(registry: Registry, *overrides: str, text: str = BASE) -> list[Problem]:
+    return check_run(parse(text, overrides), registry)[1]
+
+
+def only(registry: Registry, *overrides: str, text: str = BASE) -> Problem:
+    (problem,) = problems(registry, *overrides, text=text)
+    return problem
+
+
+def test_a_sound_run_resolves_with_every_default(workplace: Path, registry: Registry) -> None:
+    run = resolve(parse(BASE, ["corrections=[tis]", "loss.low=0.1"]), registry)
+    assert isinstance(run, ResolvedRun)
+    assert set(run.one) == {"backend", "engine", "transport", "matcher", "advantage", "loss", "environment", "executor"}
+    assert run.one["loss"].options.low == 0.1
+    assert run.one["loss"].owner.startswith("miles-core ")
+    assert run.many["correction"][0].options.high == 2.0
+    assert run.many["reward"][0].capability.load == f"{workplace}/score.py:score"
+    assert run.many["filter"] == ()
+    assert run.spec.model.path == str(workplace / "model")
+    assert run.spec.data is not None
+    assert run.spec.data.train == str(workplace / "train.jsonl")
+    assert run.spec.loss.options == {"low": 0.1, "high": None, "dual_clip": None}
+
+
+def test_the_resolved_file_loads_to_the_same_run(workplace: Path, registry: Registry) -> None:
+    run = resolve(parse(BASE, ["corrections=[tis]", "session.family=default"]), registry)
+    text = dump(run.spec)
+    assert "clip_grad_norm: 1.0" in text
+    assert "context_length: null" in text
+    assert "dual_clip: null" in text
+    again = resolve(parse(text), registry)
+    assert again.spec == run.spec
+    assert again == run
+
+
+def test_the_default_tracker_is_tensorboard_where_it_is_installed(workplace: Path, registry: Registry) -> None:
+    run = resolve(parse(BASE), registry)
+    usable = [e.name for e in registry.entries("tracker") if e.state == "ok" and e.name == "tensorboard"]
+    assert [tracker.capability.name for tracker in run.many["tracker"]] == usable
+    assert resolve(parse(BASE, ["tracking.trackers=[]"]), registry).many["tracker"] == ()
+
+
+def test_all_problems_come_at_once_in_file_order(workplace: Path, registry: Registry) -> None:
+    text = """\
+name: run
+model: absent
+data: train.jsonl
+engine: sglang
+loss: {use: ppo-clip, hihg: 0.3, low: 2}
+transport: {use: ring, low: 0.1}
+rewards: [score.py:score]
+schedule: {steps: 0, max_stalness: 3}
+lr: 1e-6
+"""
+    with pytest.raises(RunFileError) as caught:
+        resolve(parse(text, ["advantage=grop", "optimizer.lr=fast"]), registry)
+    found = [(p.line, p.source, p.path, p.rule) for p in caught.value.problems]
+    assert found == [
+        (2, "run-file", "model.path", "MIL701"),
+        (4, "run-file", "engine", None),
+        (5, "run-file", "loss.low", None),
+        (5, "run-file", "loss.hihg", None),
+        (6, "run-file", "placement.mode", "ring-separate"),
+        (8, "run-file", "schedule.steps", None),
+        (8, "run-file", "schedule.max_stalness", None),
+        (9, "run-file", "lr", None),
+        (None, "--set #1", "advantage", None),
+        (None, "--set #2", "optimizer.lr", None),
+    ]
+    text = str(caught.value)
+    assert "Did you mean `high`?" in text
+    assert "Did you mean `optimizer.lr`?" in text
+    assert "pip install 'miles-sglang[engine]'" in text
+    assert "did you mean `grpo`?" in text
+    assert text.endswith("10 problems; nothing was started.")
+
+
+def test_a_rule_is_reported_with_id_owner_reason_and_remedy(workplace: Path, registry: Registry) -> None:
+    problem = only(registry, "transport=ring", text=BASE + "placement:\n  mode: colocated\n")
+    assert problem == Problem(
+        path="placement.mode",
+        value="colocated",
+        message="a ring needs engines in processes of their own",
+        source="run-file",
+        line=8,
+        rule="ring-separate",
+        owner="miles-stand-in 0.1.0",
+        do="transport: inprocess, or placement.mode: separate",
+    )
+
+
+def test_a_rule_that_reads_a_broken_key_stays_silent(workplace: Path, registry: Registry) -> None:
+    problem = only(registry, "transport=ring", "placement.mode=sideways")
+    assert (problem.path, problem.rule) == ("placement.mode", None)
+    problem = only(registry, "advantage=gae", "backend=none-such")  # gae needs a critic, of an unknown backend
+    assert problem.path == "backend"
+
+
+def test_options_are_checked_without_guessing(workplace: Path, registry: Registry) -> None:
+    assert only(registry, "loss.low='0.1'").message == "must be a number"
+    assert only(registry, "loss.low=true").message == "must be a number"
+    assert only(registry, "schedule.steps='3'").message == "must be an integer"
+    assert only(registry, "schedule.steps=2.0").message == "must be an integer"
+    assert only(registry, "optimizer.lr=.inf").path == "optimizer.lr"
+    assert only(registry, "corrections=[{use: tis, low: 3}]").message == "low (3) must be below high (2)"
+    assert "takes no options" in only(registry, "environment={use: chat, x: 1}").message
+
+
+def test_a_wrong_pick_never_hides_the_others(workplace: Path, registry: Registry) -> None:
+    found = problems(registry, "rollout.filters=[3, {low: 1}, nonzero-std, {use: no-failures, a: 1}, nozero-std]")
+    assert [p.path for p in found] == [
+        "rollout.filters.0",
+        "rollout.filters.1.use",
+        "rollout.filters.3.a",
+        "rollout.filters.4",
+    ]
+
+
+def test_a_function_is_refused_where_a_class_is_needed_and_its_file_must_exist(
+    workplace: Path, registry: Registry
+) -> None:
+    assert "does not exist" in only(registry, "rewards=[absent.py:score]").message
+    assert only(registry, "engine=score.py:score").path == "engine"
+
+
+def test_a_missing_required_key_is_named_with_its_meaning(registry: Registry) -> None:
+    found = {p.path: p for p in problems(registry, text="{}")}
+    assert {"name", "model", "schedule"} <= set(found)
+    assert found["name"].message.startswith("is missing: Name of the run directory")
+    assert found["name"].line is None
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "3", "[]", "name: [1, {a: b}]", "model: {path: {}}", "rewards: {}", "loss: {use: {}}", 'name: "\\ud800"'],
+)
+def test_validation_is_total_on_nonsense(registry: Registry, text: str) -> None:
+    run, found = check_run(parse(text), registry)
+    assert run is None
+    assert found
+
+
+# --- checks between core's keys ---------------------------------------------------------------------------------------
+
+SOUND_BUT_FOR = {
+    "MIL101": ["eval.every_steps=1"],
+    "MIL102": ["data=null"],
+    "MIL103": ["rewards=[]"],
+    "MIL201": ["schedule.minibatches=9"],
+    "MIL202": ["rollout.sampling.temperature=0"],
+    "MIL203": ["data.eval=heldout.jsonl", "eval={every_steps: 1, samples_per_prompt: 2}"],
+    "MIL301": ["objective={kl_coef: 0.1, kl_estimator: k1}"],
+    "MIL302": ["objective={kl_coef: 0.1, kl_in: reward}"],
+    "MIL303": ["objective={kl_coef: 0.1}", "backend=plain"],
+    "MIL401": ["optimizer.warmup_steps=4"],
+    "MIL501": ["placement={trainer_ranks: 2, mode: separate}", "executor=spread", "transport=ring", "backend=plain"],
+    "MIL502": ["executor=spread"],
+    "MIL503": ["check_weight_update_equal=true", "engine=mute"],
+    "MIL601": ["rollout.sampling.max_tokens=1024"],
+    "MIL602": ["data.eval=heldout.jsonl", "eval={every_steps: 1, sampling: {max_tokens: 1024}}"],
+    "MIL603": ["model.context_length=1025"],
+    "MIL701": ["model=model/config.json"],
+    "MIL703": ["data.train=absent.jsonl"],
+    "MIL704": ["data.eval=./train.jsonl", "eval.every_steps=1"],
+    "MIL901": ["environment=gym"],
+    "MIL902": ["eval.prompts=3"],
+    "MIL903": ["environment=gym", "data=null", "rewards=[]", "rollout.reward_workers=3"],
+    "MIL904": ["objective.kl_in=reward"],
+    "MIL905": ["objective.fixed_length_tokens=9"],
+    "MIL906": ["optimizer.min_lr_ratio=0.1"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("id", SOUND_BUT_FOR)
+def test_each_check_finds_its_fault_alone(workplace: Path, registry: Registry, id: str) -> None:
+    problem = only(registry, *SOUND_BUT_FOR[id])
+    assert problem.rule == id
+    assert problem.message
+    assert problem.do
+
+
+def test_every_check_is_tried_above() -> None:
+    from miles_core.config.checks import CHECKS, UNUSED
+    from miles_core.config.files import FILE_CHECKS
+
+    tried = {*SOUND_BUT_FOR, "MIL702"}
+    assert {check.id for check in (*CHECKS, *UNUSED, *FILE_CHECKS)} == tried
+
+
+@pytest.mark.parametrize("gone", ["tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"])
+def test_a_model_folder_without_an_essential_file_is_refused(workplace: Path, registry: Registry, gone: str) -> None:
+    (workplace / "model" / gone).unlink()
+    problem = only(registry)
+    assert problem.rule in ("MIL701", "MIL702")
+    assert problem.path == "model.path"
+
+
+def test_empty_and_unknown_data_is_refused(workplace: Path, registry: Registry) -> None:
+    (workplace / "train.jsonl").write_text("")
+    assert "is empty" in only(registry).message
+    (workplace / "rows.csv").write_text("a,b")
+    assert ".csv" in only(registry, "data=rows.csv").message
+    (workplace / "folder").mkdir()
+    assert "empty folder" in only(registry, "data=folder").message
+
+
+def test_the_checkpoints_own_limit_counts_where_the_run_file_gives_none(workplace: Path, registry: Registry) -> None:
+    assert problems(registry, "rollout.sampling.max_tokens=1023") == []
+    assert only(registry, "rollout.sampling.max_tokens=1023", "model.context_length=100").rule == "MIL601"
