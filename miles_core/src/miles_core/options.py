@@ -112,7 +112,7 @@ class ImportanceOptions(RatioInterval):
     level: Literal["token", "sequence", "geometric"] = "token"
     """Whose ratio is judged: the token's, its sequence's product, or that product's geometric mean."""
     action: Literal["truncate", "mask", "veto"] = "truncate"
-    """truncate: clamp the ratio; mask: 0 outside the interval; veto: weight 1, and sequences with an outlier drop out."""
+    """truncate: clamp the ratio; mask: 0 outside the interval; veto: drop sequences with an outlier, else weight 1."""
 
 
 # --- rollout --------------------------------------------------------------------------------------------------------

@@ -29,9 +29,9 @@ def check(batch: TrainBatch, *, num_experts: int | None, replayed: bool = False)
     used = np.ones(batch.num_tokens, dtype=np.bool_)
     used[batch.offsets[1:] - 1] = False  # the last token of a sequence is never an input
     routes = batch.routes.astype(np.int64)
-    possible = np.logical_and(routes >= 0, routes < num_experts).all(axis=(1, 2))
+    possible = np.all((routes >= 0) & (routes < num_experts), axis=(1, 2))
     ordered = np.sort(routes, axis=2)
-    distinct = np.diff(ordered, axis=2).all(axis=(1, 2))
+    distinct = np.all(np.diff(ordered, axis=2) != 0, axis=(1, 2))
     good = possible & distinct
     broken = np.flatnonzero(used & ~good)
     sequence_ids = batch.sequence_ids

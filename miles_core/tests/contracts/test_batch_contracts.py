@@ -1,0 +1,119 @@
+"""Contracts 2 and 3, on batches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_core.contracts import logprobs, routes
+from miles_core.contracts.report import Verdict
+from miles_core.types import TrainBatch
+
+
+def batch(**changes: Any) -> TrainBatch:
+    """Two sequences of three tokens, the last two of each trained."""
+    mask = np.array([False, True, True] * 2)
+    fields: dict[str, Any] = {
+        "lengths": np.array([3, 3]),
+        "group_ids": np.array([0, 0]),
+        "rewards": np.zeros(2, dtype=np.float32),
+        "temperatures": np.ones(2, dtype=np.float32),
+        "token_ids": np.arange(6, dtype=np.int32),
+        "loss_mask": mask,
+        "rollout_logprobs": np.where(mask, np.log(0.4), 0.0).astype(np.float32),
+        "versions": np.where(mask, 0, -1),
+        "advantages": np.zeros(6, dtype=np.float32),
+        "token_weights": np.zeros(6, dtype=np.float32),
+        "correction_weights": np.ones(6, dtype=np.float32),
+    }
+    return TrainBatch(**{**fields, **changes})
+
+
+def old(*probabilities: float) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Trainer's probabilities of the four trained tokens; prompt tokens get values that must not count."""
+    values = np.full(6, -7.0)
+    values[[1, 2, 4, 5]] = np.log(probabilities)
+    return values.astype(np.float32)
+
+
+# --- log-probs --------------------------------------------------------------------------------------------------------
+
+
+def test_equal_log_probs_are_a_perfect_contract() -> None:
+    report = logprobs.check(batch(old_logprobs=old(0.4, 0.4, 0.4, 0.4)))
+    assert report.status is Verdict.OK
+    assert report.metrics["contract/logprobs/abs_diff_max"] == 0
+    assert report.metrics["contract/logprobs/ratio_mean"] == 1
+
+
+def test_the_numbers_are_those_of_trained_tokens_only() -> None:
+    # 0.44 for 0.40 is the ratio 1.1; 0.88 is 2.2, outside [0, 2].
+    report = logprobs.check(batch(old_logprobs=old(0.44, 0.4, 0.4, 0.88)), max_mean_abs_diff=1.0)
+    d = [math.log(1.1), 0, 0, math.log(2.2)]
+    expected = {
+        "abs_diff_mean": sum(d) / 4,
+        "abs_diff_max": d[3],
+        "kl_k1": -sum(d) / 4,
+        "kl_k3": sum(math.exp(x) - 1 - x for x in d) / 4,
+        "ratio_mean": (1.1 + 1 + 1 + 2.2) / 4,
+        "ratio_min": 1.0,
+        "ratio_max": 2.2,
+        "ratio_outside_fraction": 0.25,
+    }
+    assert report.metrics == pytest.approx({f"contract/logprobs/{k}": v for k, v in expected.items()}, abs=1e-6)
+
+
+def test_a_large_mean_difference_is_broken_and_names_the_worst_sequence() -> None:
+    report = logprobs.check(batch(old_logprobs=old(0.4, 0.4, 0.1, 0.1)))
+    assert report.status is Verdict.BROKEN
+    assert report.offenders[0].startswith("sequence 1: mean |difference| 1.386")
+
+
+def test_nan_is_broken() -> None:
+    assert logprobs.check(batch(old_logprobs=old(math.nan, 0.4, 0.4, 0.4))).status is Verdict.BROKEN
+
+
+def test_nothing_is_measured_when_the_rollout_is_the_old_policy() -> None:
+    same = batch(old_logprobs=batch().rollout_logprobs)
+    assert logprobs.check(same, old_is_rollout=True).status is Verdict.UNAVAILABLE
+    assert logprobs.check(same, old_is_rollout=True).metrics == {}
+    assert logprobs.check(batch()).status is Verdict.UNAVAILABLE
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+def experts(*pairs: tuple[int, int]) -> np.ndarray[Any, np.dtype[np.int16]]:
+    return np.array(pairs, dtype=np.int16).reshape(6, 1, 2)
+
+
+SOUND = experts((2, 7), (1, 2), (0, 0), (3, 4), (5, 6), (0, 0))
+
+
+def test_dense_models_have_no_routes_to_agree_on() -> None:
+    assert routes.check(batch(), num_experts=None).status is Verdict.NOT_APPLICABLE
+
+
+def test_unused_rows_of_last_tokens_do_not_count() -> None:
+    report = routes.check(batch(routes=SOUND), num_experts=8, replayed=True)
+    assert report.status is Verdict.OK
+    assert report.metrics == {"contract/routes/coverage": 1.0}
+
+
+def test_replay_that_nobody_recorded_is_broken_and_without_replay_unavailable() -> None:
+    assert routes.check(batch(), num_experts=8, replayed=True).status is Verdict.BROKEN
+    assert routes.check(batch(), num_experts=8).status is Verdict.UNAVAILABLE
+
+
+@pytest.mark.parametrize(("pair", "says"), [((2, 8), "outside"), ((-1, 2), "outside"), ((3, 3), "twice")])
+def test_impossible_experts_are_broken(pair: tuple[int, int], says: str) -> None:
+    damaged = SOUND.copy()
+    damaged[4, 0] = pair
+    report = routes.check(batch(routes=damaged), num_experts=8)
+    assert report.status is Verdict.BROKEN
+    assert report.metrics["contract/routes/coverage"] == 0.75
+    assert report.offenders[0].startswith("sequence 1, token 1:")
+    assert says in report.offenders[0]
