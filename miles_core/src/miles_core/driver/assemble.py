@@ -1,0 +1,209 @@
+"""Open every part of a validated run, in the order in which they need each other, and close them in reverse."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from miles_core.config.resolve import ResolvedRun
+from miles_core.data.order import PromptStream
+from miles_core.data.source import PromptSet, build_prompts
+from miles_core.driver import checkpoint
+from miles_core.driver.recorder import Recorder
+from miles_core.driver.run import Learning, Run
+from miles_core.driver.settings import choose_device, engine_spec, option_values, trainer_spec
+from miles_core.driver.signals import StopRequest
+from miles_core.kinds.engine import Engine
+from miles_core.kinds.environment import Environment
+from miles_core.kinds.executor import Executor
+from miles_core.kinds.tito_family import TitoFamily
+from miles_core.kinds.transport import Transport
+from miles_core.registry import Registry, load_target
+from miles_core.rollout.alarm import ConstantRewardAlarm
+from miles_core.rollout.episode import Episodes
+from miles_core.rollout.rewards import RewardPool, reward_specs
+from miles_core.rollout.scheduler import GroupFilter
+from miles_core.session.factory import SessionFactory, choose_family
+from miles_core.tokenizer import ChatTokenizer
+from miles_core.tracking.run_dir import RunDir
+from miles_core.types import Prompt
+from miles_core.watch import waiting
+
+
+@asynccontextmanager
+async def open_run(
+    resolved: ResolvedRun, registry: Registry, directory: RunDir, recorder: Recorder, stop: StopRequest, *, resume: bool
+) -> AsyncIterator[Run]:
+    """A run ready to go: data read, processes placed, checkpoint loaded. Cheap checks come before expensive starts.
+
+    Raises:
+        MilesError: whatever part could not be opened; what was opened before is closed again.
+    """
+    spec = resolved.spec
+    async with AsyncExitStack() as stack:
+        environment: Environment = make(resolved, "environment")
+        stack.push_async_callback(environment.close)
+        stream = PromptStream(_prompts(resolved, environment, "train", recorder), seed=spec.seed)
+        eval_prompts: Sequence[Prompt] = ()
+        if spec.eval.every_steps is not None:
+            eval_prompts = _prompts(resolved, environment, "eval", recorder)
+        family = pick_family(resolved, registry, recorder)
+        found = _checkpoint(directory, recorder) if resume else None
+
+        rewards = RewardPool(
+            reward_specs(resolved), workers=spec.rollout.reward_workers, timeout_s=spec.rollout.reward_timeout_s
+        )
+        await stack.enter_async_context(rewards)
+        device = choose_device(spec.placement.device)
+        executor: Executor = make(resolved, "executor")
+        stack.push_async_callback(executor.close)
+        with recorder.phase("start"), waiting("driver", on="the trainer and the engines to start"):
+            trainer = await executor.start_trainer(trainer_spec(resolved, device))
+            engines = await executor.start_engines(engine_spec(resolved, device))
+        recorder.event("placed", **await executor.describe())
+        transport: Transport = make(resolved, "transport")
+        stack.push_async_callback(transport.close)
+        await transport.open(trainer, engines)
+
+        run = Run(
+            spec=spec,
+            directory=directory,
+            recorder=recorder,
+            trainer=trainer,
+            engines=engines,
+            transport=transport,
+            stream=stream,
+            eval_prompts=eval_prompts,
+            episodes=_episodes(resolved, environment, engines, family, rewards),
+            filters=_filters(resolved),
+            learning=_learning(resolved),
+            alarm=ConstantRewardAlarm(steps=spec.rollout.constant_reward_alarm_steps),
+            num_experts=num_experts(Path(spec.model.path)),
+            stop=stop,
+        )
+        if found is not None:
+            await _restore(run, found)
+        if resume:
+            directory.keep_steps_before(run.start_step)
+        yield run
+
+
+def make(resolved: ResolvedRun, kind: str) -> Any:
+    """The picked capability of a class kind, created with its options."""
+    pick = resolved.one[kind]
+    return load_target(pick.capability.load)(pick.options)
+
+
+def pick_family(resolved: ResolvedRun, registry: Registry, recorder: Recorder | None = None) -> TitoFamily:
+    """The TITO family the run-file names, or the one installed family that claims the checkpoint."""
+    tokenizer = ChatTokenizer.from_dir(resolved.spec.model.path)
+    pick = resolved.one.get("tito_family")
+    if pick is not None:
+        family: TitoFamily = load_target(pick.capability.load)(pick.options, tokenizer)
+        return family
+    installed = {
+        entry.name: load_target(entry.capability.load)
+        for entry in registry.entries("tito_family")
+        if entry.capability is not None and entry.state == "ok"
+    }
+    name, warning = choose_family(tokenizer, installed)
+    if warning and recorder is not None:
+        recorder.alarm(0, warning)
+    capability = registry.get("tito_family", name).capability
+    assert capability is not None
+    options = load_target(capability.options)() if capability.options else None
+    chosen: TitoFamily = installed[name](options, tokenizer)
+    return chosen
+
+
+def num_experts(model: Path) -> int | None:
+    """Experts per MoE layer from the checkpoint's config.json, None for a dense model."""
+    config: Mapping[str, Any] = json.loads((model / "config.json").read_text())
+    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
+        if config.get(key):
+            return int(config[key])
+    return None
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _prompts(resolved: ResolvedRun, environment: Environment, split: Any, recorder: Recorder) -> PromptSet:
+    prompts = build_prompts(resolved.spec.data, environment, split)
+    recorder.event("prompts", split=split, origin=prompts.origin, count=len(prompts), bad_rows=len(prompts.problems))
+    if prompts.problems:
+        first = "; ".join(str(problem) for problem in prompts.problems[:3])
+        recorder.alarm(0, f"{len(prompts.problems)} unusable rows of {prompts.origin} were skipped: {first}")
+    return prompts
+
+
+def _episodes(
+    resolved: ResolvedRun,
+    environment: Environment,
+    engines: Sequence[Engine],
+    family: TitoFamily,
+    rewards: RewardPool,
+) -> Episodes:
+    spec = resolved.spec
+    sessions = SessionFactory(
+        engines,
+        family,
+        load_target(resolved.one["matcher"].capability.load),
+        context_length=context_length(Path(spec.model.path), spec.model.context_length),
+    )
+    return Episodes(
+        environment=environment,
+        sessions=sessions,
+        rewards=rewards,
+        seed=spec.seed,
+        timeout_s=spec.rollout.trajectory_timeout_s,
+    )
+
+
+def context_length(model: Path, wanted: int | None) -> int:
+    """Prompt plus output tokens at most: what the run-file says, within what the checkpoint can."""
+    config: Mapping[str, Any] = json.loads((model / "config.json").read_text())
+    limit = int(config.get("max_position_embeddings") or 2**31 - 1)
+    return min(wanted, limit) if wanted else limit
+
+
+def _filters(resolved: ResolvedRun) -> list[GroupFilter]:
+    return [
+        GroupFilter(name=pick.capability.name, judge=load_target(pick.capability.load), options=option_values(pick))
+        for pick in resolved.many.get("filter", ())
+    ]
+
+
+def _learning(resolved: ResolvedRun) -> Learning:
+    advantage = resolved.one["advantage"]
+    return Learning(
+        advantage=load_target(advantage.capability.load),
+        advantage_options=option_values(advantage),
+        corrections=[
+            (pick.capability.name, load_target(pick.capability.load), option_values(pick))
+            for pick in resolved.many.get("correction", ())
+        ],
+    )
+
+
+# --- resume -----------------------------------------------------------------------------------------------------------
+
+
+def _checkpoint(directory: RunDir, recorder: Recorder) -> checkpoint.Checkpoint | None:
+    found, passed_over = checkpoint.newest(directory.checkpoints)
+    for line in passed_over:
+        recorder.alarm(0, f"checkpoint passed over: {line}")
+    return found
+
+
+async def _restore(run: Run, found: checkpoint.Checkpoint) -> None:
+    with waiting("driver", on=f"loading {found.path}"):
+        await run.trainer.load(found.backend_dir)
+    run.stream.restore(found.state["stream"])
+    run.alarm.restore(found.state["alarm"])
+    run.start_step = run.saved_step = found.step
+    run.resumed_metrics = found.state["metrics"]
+    run.recorder.event("resume", step=found.step, checkpoint=str(found.path))

@@ -1,0 +1,179 @@
+"""From a validated run-file to a finished run: the run directory, the event loop, and how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from miles_core import plan as plans
+from miles_core.config.load import Source
+from miles_core.config.resolve import ResolvedRun
+from miles_core.config.spec import dump
+from miles_core.driver import sync
+from miles_core.driver.assemble import open_run
+from miles_core.driver.environment import describe_environment
+from miles_core.driver.identity import check_same_run
+from miles_core.driver.recorder import Recorder
+from miles_core.driver.signals import stop_on_signals
+from miles_core.errors import MilesError, RunError
+from miles_core.kinds.tracker import Tracker
+from miles_core.registry import Registry, load_target
+from miles_core.report.html import write_report
+from miles_core.tracking.live import Display
+from miles_core.tracking.run_dir import RunDir
+from miles_core.watch import watchdog
+
+log = logging.getLogger(__name__)
+
+INTERRUPTED = 130
+"""Exit code after Ctrl-C."""
+
+
+def train(
+    source: Source,
+    resolved: ResolvedRun,
+    registry: Registry,
+    plan: plans.Plan,
+    display: Display,
+    *,
+    resume: bool,
+    fresh: bool,
+) -> int:
+    """Run to the end and return the exit code.
+
+    Raises:
+        MilesError: what stopped the run; the run directory has it as an event too.
+    """
+    directory = RunDir(Path(resolved.spec.tracking.dir) / resolved.spec.name)
+    _claim(directory, resolved, resume=resume, fresh=fresh, say=display.say)
+    try:
+        directory.write_text("run.yaml", dump(resolved.spec))
+        directory.write_text("run.source.yaml", source.as_given())
+        directory.write_text("plan.json", json.dumps(plan.as_json(), indent=1) + "\n")
+        directory.write_text("env.json", json.dumps(describe_environment(registry), indent=1) + "\n")
+        with _log_file(directory.logs / "driver-0.log"):
+            return _run(resolved, registry, directory, display, resume=resume)
+    finally:
+        directory.close()
+
+
+def _claim(
+    directory: RunDir, resolved: ResolvedRun, *, resume: bool, fresh: bool, say: Callable[[str], None]
+) -> None:
+    """Take the directory, or refuse when it holds another run."""
+    if directory.exists() and not resume and not fresh:
+        raise RunError(
+            "this run directory holds a run already",
+            found=str(directory.path / "run.yaml"),
+            where=str(directory.path),
+            do="go on with --resume, keep it aside with --fresh, or give this run another `name`",
+        )
+    if resume and not directory.exists():
+        raise RunError(
+            "there is no run to resume", where=str(directory.path), do="start it without --resume, or mend `name`"
+        )
+    directory.open()
+    if resume:
+        check_same_run(directory, resolved.spec)
+    elif directory.exists():
+        directory.close()
+        say(f"the earlier run is kept as {directory.set_aside()}")
+        directory.open()
+
+
+def _run(
+    resolved: ResolvedRun, registry: Registry, directory: RunDir, display: Display, *, resume: bool
+) -> int:
+    spec = resolved.spec
+    recorder = Recorder(
+        directory,
+        display,
+        _trackers(resolved, directory),
+        rollouts_every_steps=spec.tracking.rollouts_every_steps,
+    )
+    recorder.event("start", name=spec.name, resume=resume)
+    display.start()
+    outcome = "failed"
+    try:
+        outcome = asyncio.run(_main(resolved, registry, directory, recorder, display, resume=resume))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        outcome = "interrupted"
+    except MilesError as error:
+        recorder.event("error", type=type(error).__name__, message=str(error))
+        raise
+    except Exception as error:
+        log.exception("the run failed")
+        recorder.event("error", type=type(error).__name__, message=str(error))
+        raise
+    finally:
+        with suppress(MilesError):  # a full disk must not hide what stopped the run
+            recorder.event("stop", outcome=outcome)
+        recorder.close()
+        display.stop()
+        _report(directory, display)
+    return {"finished": 0, "stopped": INTERRUPTED}.get(outcome, INTERRUPTED)
+
+
+async def _main(
+    resolved: ResolvedRun,
+    registry: Registry,
+    directory: RunDir,
+    recorder: Recorder,
+    display: Display,
+    *,
+    resume: bool,
+) -> str:
+    main = asyncio.current_task()
+    assert main is not None
+
+    def stalled(chain: str) -> None:
+        recorder.event("stall", waiters=chain.splitlines())
+        display.say(chain, alarm=True)
+
+    with stop_on_signals(main, display.say) as stop:
+        guard = asyncio.create_task(watchdog(resolved.spec.stall_s, stalled))
+        try:
+            async with open_run(resolved, registry, directory, recorder, stop, resume=resume) as run:
+                await sync.train(run)
+                return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
+        finally:
+            guard.cancel()
+
+
+def _trackers(resolved: ResolvedRun, directory: RunDir) -> dict[str, Tracker]:
+    config = resolved.spec.model_dump(mode="json")
+    return {
+        pick.capability.name: load_target(pick.capability.load)(
+            pick.options, directory.path, resolved.spec.name, config
+        )
+        for pick in resolved.many.get("tracker", ())
+    }
+
+
+def _report(directory: RunDir, display: Display) -> None:
+    """Leave report.html also behind a run that failed; a report that fails never hides how the run ended."""
+    try:
+        display.say(f"report: {write_report(directory.path)}")
+    except Exception as error:  # noqa: BLE001 — the run's own outcome matters more
+        log.exception("no report")
+        display.say(f"no report: {error}", alarm=True)
+
+
+@contextmanager
+def _log_file(path: Path) -> Iterator[None]:
+    handler = logging.FileHandler(path, encoding="utf-8")
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    root = logging.getLogger()
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        root.setLevel(level)
+        handler.close()
