@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import click
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -163,7 +163,8 @@ def _models_in(annotation: Any) -> list[type[BaseModel]]:
 
 
 def _possible(annotation: Any, metadata: list[Any]) -> Callable[[str], bool]:
-    adapter: TypeAdapter[Any] = TypeAdapter(annotation)
+    # pydantic keeps a field's bounds apart from its type; a rule about a value out of bounds could never fire either.
+    adapter: TypeAdapter[Any] = TypeAdapter(Annotated[(annotation, *metadata)] if metadata else annotation)
 
     def possible(text: str) -> bool:
         if text == "null":
