@@ -1,0 +1,135 @@
+"""Opens sessions: picks the token family, spreads sessions over engines, hands each the run's rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from miles_core.errors import ConfigError, SessionError
+from miles_core.kinds.engine import Engine
+from miles_core.kinds.matcher import Matcher
+from miles_core.kinds.tito_family import TitoFamily
+from miles_core.session.affinity import Affinity
+from miles_core.session.linear import LinearSession
+from miles_core.tokenizer import ChatTokenizer
+from miles_core.types import SamplingParams
+
+DEFAULT_FAMILY = "default"
+
+
+class SessionFactory:
+    """Opens linear sessions over a fixed set of engines. One per run and purpose; not thread-safe.
+
+    Args:
+        engines: All replicas; every session stays with one of them.
+        family, matcher: As the run picked them.
+        context_length: Tokens of prompt plus output at most, in every session.
+        routes: Ask engines for the experts of every token (tag `records-routes`).
+
+    Example:
+        session = factory.open("step3-prompt7-0", SamplingParams(max_tokens=64, seed=11))
+        try:
+            result = await environment.run(prompt, session)
+        finally:
+            session.close()
+        trajectory = assemble(session, prompt_id=prompt.id)
+    """
+
+    def __init__(
+        self,
+        engines: Sequence[Engine],
+        family: TitoFamily,
+        matcher: Matcher,
+        *,
+        context_length: int,
+        routes: bool = False,
+    ) -> None:
+        self.family = family
+        self.matcher = matcher
+        self.context_length = context_length
+        self._engines = tuple(engines)
+        self._routes = routes
+        self._affinity = Affinity(len(self._engines))
+
+    def open(self, session_id: str, params: SamplingParams) -> LinearSession:
+        """A new session under a name that no open session has.
+
+        Args:
+            params: How its turns sample. `max_tokens` bounds each turn and is lowered where the context ends; the family's stop
+                tokens are added; `seed` is the session's, from which each turn derives its own.
+
+        Raises:
+            SessionError: a session of that name is open.
+        """
+        if session_id in self._affinity:
+            raise SessionError(
+                "a session of this name is open", found=repr(session_id), do="close it first, or use a name of its own"
+            )
+        index = self._affinity.assign(session_id)
+        return LinearSession(
+            session_id,
+            engine=self._engines[index],
+            engine_name=f"engine {index}",
+            family=self.family,
+            matcher=self.matcher,
+            params=params,
+            context_length=self.context_length,
+            routes=self._routes,
+            on_close=lambda: self._affinity.release(session_id),
+        )
+
+    def load(self) -> tuple[int, ...]:
+        """Open sessions of each engine, for the display."""
+        return self._affinity.load()
+
+
+@dataclass(frozen=True, slots=True)
+class FamilyChoice:
+    """Which family serves a checkpoint, and what the user must be told about it."""
+
+    name: str
+    warning: str | None = None
+    """To be shown loudly: the choice is a best effort."""
+
+
+def choose_family(
+    tokenizer: ChatTokenizer, families: Mapping[str, type[TitoFamily]], *, named: str | None = None
+) -> FamilyChoice:
+    """The family for a checkpoint: the named one, else the one that claims it, else `default` with a warning.
+
+    Args:
+        families: Name -> class of every usable installed family, `default` included.
+        named: What the run-file says, if anything.
+
+    Raises:
+        ConfigError: the named family is not installed, several claim the checkpoint, or none does and there is no `default`.
+    """
+    if named is not None:
+        if named not in families:
+            raise ConfigError(
+                f"no usable token family is called {named!r}", expected=f"one of {sorted(families)}", where="session.family"
+            )
+        return FamilyChoice(named)
+    claimants = [name for name in sorted(families) if name != DEFAULT_FAMILY and families[name].claims(tokenizer)]
+    if len(claimants) == 1:
+        return FamilyChoice(claimants[0])
+    if claimants:
+        raise ConfigError(
+            "several token families claim this checkpoint",
+            expected="exactly one",
+            found=", ".join(claimants),
+            where=tokenizer.where,
+            do=f"name one in the run-file: session: {{family: {claimants[0]}}}",
+        )
+    if DEFAULT_FAMILY not in families:
+        raise ConfigError(
+            "no token family claims this checkpoint",
+            expected=f"a claim by one of {sorted(families)}",
+            where=tokenizer.where,
+            do="install the checkpoint's family (miles-tito-...), or name one in session.family",
+        )
+    return FamilyChoice(
+        DEFAULT_FAMILY,
+        f"no installed token family claims {tokenizer.where}; the best-effort family `default` renders its template and "
+        "refuses turns that are not append-only. Install a family for this checkpoint, or say session: {family: default}",
+    )

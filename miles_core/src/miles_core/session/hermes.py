@@ -1,0 +1,95 @@
+"""Tool calls as Hermes-style models write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` in the text.
+
+Parsing never fails: what is no well-formed call stays in the text, and the arguments keep the exact characters the model
+wrote, since a call that went through a JSON library is another text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+
+from miles_core.types import ToolCall
+
+_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_SPACE = re.compile(r"[ \t\r\n]*")
+_DECODER = json.JSONDecoder()
+
+
+def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
+    """Split an assistant turn's text into what was said and what was called.
+
+    Returns:
+        The text without the well-formed calls (stripped when there are any, otherwise untouched), and the calls, numbered
+        ``call_0``, ``call_1``, ... within the turn.
+    """
+    calls: list[ToolCall] = []
+    kept: list[str] = []
+    end = 0
+    for block in _BLOCK.finditer(text):
+        call = _call(block.group(1), f"call_{len(calls)}")
+        if call is None:
+            continue
+        kept.append(text[end : block.start()])
+        calls.append(call)
+        end = block.end()
+    if not calls:
+        return text, ()
+    return "".join([*kept, text[end:]]).strip(), tuple(calls)
+
+
+def spell_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
+    """The inverse: content, then one block per call, arguments verbatim."""
+    blocks = [
+        f'<tool_call>\n{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
+        for call in calls
+    ]
+    return "\n".join([content, *blocks] if content else blocks)
+
+
+def _call(body: str, call_id: str) -> ToolCall | None:
+    try:
+        members = _members(body)
+        name = json.loads(members["name"])
+    except (ValueError, KeyError, RecursionError):
+        return None
+    arguments = members.get("arguments", "{}")
+    if arguments.startswith('"'):
+        arguments = json.loads(arguments)  # some models write the object as a string that holds JSON
+    return ToolCall(id=call_id, name=name, arguments=arguments) if isinstance(name, str) and name else None
+
+
+def _members(body: str) -> dict[str, str]:
+    """Key -> exact source text of its value, for a JSON object.
+
+    Raises:
+        ValueError: not one well-formed object with distinct keys.
+    """
+    at = _expect(body, _skip(body, 0), "{")
+    found: dict[str, str] = {}
+    at = _skip(body, at)
+    while body[at : at + 1] != "}":
+        if found:
+            at = _skip(body, _expect(body, at, ","))
+        key, at = _DECODER.raw_decode(body, at)
+        if not isinstance(key, str) or key in found:
+            raise ValueError("not a distinct key")
+        start = _skip(body, _expect(body, _skip(body, at), ":"))
+        _, at = _DECODER.raw_decode(body, start)
+        found[key] = body[start:at]
+        at = _skip(body, at)
+    if _skip(body, at + 1) != len(body):
+        raise ValueError("text after the object")
+    return found
+
+
+def _skip(text: str, at: int) -> int:
+    space = _SPACE.match(text, at)
+    return space.end() if space else at
+
+
+def _expect(text: str, at: int, char: str) -> int:
+    if text[at : at + 1] != char:
+        raise ValueError(f"expected {char!r} at {at}")
+    return at + 1

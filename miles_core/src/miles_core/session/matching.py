@@ -1,0 +1,159 @@
+"""Matchers: is the message an agent replays the one the session stored? And how far a replayed history agrees.
+
+An agent sends its whole history every turn, and its spelling of it drifts. A match only locates the stored tokens; the
+stored message and its tokens win, whatever the replay says. None, "" and () are one and the same everywhere; nothing else
+is forgiven by `strict`, not even trailing white space.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from decimal import Decimal
+from typing import Any, NoReturn
+
+from miles_core.errors import SessionError
+from miles_core.kinds.matcher import Matcher
+from miles_core.types import Message, ToolCall
+
+COMPARED_FIELDS = ("role", "content", "reasoning", "tool_calls")
+"""What makes a message the same. `name` and `tool_call_id` do not: harnesses add and drop them freely, and the content of
+the message they belong to is compared anyway."""
+
+
+class MatcherError(SessionError):
+    """A matcher raised or did not return a bool."""
+
+
+def strict(stored: Message, replayed: Message, /) -> bool:
+    """Role, content, reasoning and tool calls are equal."""
+    return all(_field(stored, name) == _field(replayed, name) for name in COMPARED_FIELDS)
+
+
+def loose_tool_call(stored: Message, replayed: Message, /) -> bool:
+    """As `strict`, but tool-call arguments may spell the same JSON object in another way.
+
+    Key order and white space do not matter, and empty text is the empty object. Types do: true is not 1, "1" is not 1; numbers
+    are compared as exact decimals, so 1 is 1.0. Arguments that are no plain JSON object (broken, duplicate keys, NaN) are
+    compared as text.
+    """
+    names = [name for name in COMPARED_FIELDS if name != "tool_calls"]
+    if not all(_field(stored, name) == _field(replayed, name) for name in names):
+        return False
+    pairs = list(zip(stored.tool_calls, replayed.tool_calls, strict=False))
+    return len(stored.tool_calls) == len(replayed.tool_calls) == len(pairs) and all(_same_call(a, b) for a, b in pairs)
+
+
+def role_content_only(stored: Message, replayed: Message, /) -> bool:
+    """Role and content are equal. Dangerous: turns that called different tools with empty text look alike."""
+    return stored.role == replayed.role and _field(stored, "content") == _field(replayed, "content")
+
+
+def match_prefix(stored: Sequence[Message], replayed: Sequence[Message], matcher: Matcher) -> int:
+    """Number of leading messages of `replayed` that are the stored ones.
+
+    Raises:
+        MatcherError: the matcher raised, or returned something that is not exactly a bool; names the matcher.
+    """
+    for position, (ours, theirs) in enumerate(zip(stored, replayed, strict=False)):
+        if not _ask(matcher, ours, theirs, position):
+            return position
+    return min(len(stored), len(replayed))
+
+
+def difference(stored: Sequence[Message], replayed: Sequence[Message], at: int) -> tuple[str, str]:
+    """What is stored at position `at` and what was replayed there, as two short texts for an error."""
+    if at >= len(replayed):
+        return f"message {at}: {_short(stored[at])}", f"the history ends after {len(replayed)} message(s)"
+    ours, theirs = stored[at], replayed[at]
+    names = [name for name in COMPARED_FIELDS if _field(ours, name) != _field(theirs, name)]
+    fields = names or list(COMPARED_FIELDS)
+    return f"message {at}: {_short(ours, fields)}", f"message {at}: {_short(theirs, fields)}"
+
+
+# --- private ----------------------------------------------------------------------------------------------------------
+
+
+def _field(message: Message, name: str) -> Any:
+    return getattr(message, name) or None
+
+
+def _ask(matcher: Matcher, stored: Message, replayed: Message, position: int) -> bool:
+    try:
+        answer = matcher(stored, replayed)
+    except Exception as error:
+        # Any exception of foreign code is the matcher's failure, never a match and never the agent's fault.
+        raise MatcherError(
+            f"the matcher {matcher_name(matcher)} raised {type(error).__name__}: {error}",
+            where=f"message {position} of the history",
+            do="mend the matcher, or pick session.matcher: strict",
+        ) from error
+    if type(answer) is not bool:
+        raise MatcherError(
+            f"the matcher {matcher_name(matcher)} must return True or False",
+            expected="bool",
+            found=f"{type(answer).__name__}: {answer!r:.80}",
+            where=f"message {position} of the history",
+            do="return an exact bool; a truthy value is refused because it once hid a mistake",
+        )
+    return answer
+
+
+def matcher_name(matcher: Callable[..., object]) -> str:
+    """`module:name` of a matcher, for errors and reports."""
+    name = getattr(matcher, "__qualname__", type(matcher).__qualname__)
+    return f"{getattr(matcher, '__module__', type(matcher).__module__)}:{name}"
+
+
+def _same_call(stored: ToolCall, replayed: ToolCall) -> bool:
+    if (stored.id, stored.name) != (replayed.id, replayed.name):
+        return False
+    return stored.arguments == replayed.arguments or _same_object(stored.arguments, replayed.arguments)
+
+
+def _same_object(stored: str, replayed: str) -> bool:
+    try:
+        return bool(_canonical_object(stored) == _canonical_object(replayed))
+    except (ValueError, ArithmeticError, RecursionError):
+        return False  # not plain JSON objects, and as text they differ
+
+
+def _canonical_object(text: str) -> tuple[str, Any]:
+    if not text:
+        return ("object", ())
+    value = json.loads(
+        text, parse_int=Decimal, parse_float=Decimal, parse_constant=_refuse, object_pairs_hook=_without_duplicates
+    )
+    if not isinstance(value, dict):
+        raise ValueError("not an object")
+    return _canonical(value)
+
+
+def _canonical(value: Any) -> tuple[str, Any]:
+    """`value` with its JSON type beside it, since Python holds True, 1 and Decimal(1) for equal."""
+    if isinstance(value, dict):
+        return ("object", tuple(sorted((key, _canonical(item)) for key, item in value.items())))
+    if isinstance(value, list):
+        return ("array", tuple(_canonical(item) for item in value))
+    return (type(value).__name__, value)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        raise ValueError("duplicate key")
+    return found
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _short(message: Message, fields: Sequence[str] = COMPARED_FIELDS) -> str:
+    shown = {"role": message.role} | {name: _field(message, name) for name in fields}
+    return ", ".join(f"{name}={_clip(value)}" for name, value in shown.items() if value is not None or name in fields)
+
+
+def _clip(value: Any, limit: int = 160) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[: limit // 2] + " … " + text[-limit // 2 :]
