@@ -1,9 +1,9 @@
 """A checkpoint's chat template: messages to text, exactly as Hugging Face's ``apply_chat_template`` renders it.
 
 Templates are untrusted code, so they run in Jinja's immutable sandbox and see plain JSON values only. One deliberate
-difference: nothing hidden enters the text. ``strftime_now`` exists only when the caller fixes the date, because a row that
-changes at midnight is neither reproducible nor the row its neighbour was compared with. Templates that ask whether it is
-defined fall back to their own constant; those that do not are refused with a reason.
+difference: nothing hidden enters the text. ``strftime_now`` exists only when the caller fixes the date, because a row
+that changes at midnight is neither reproducible nor the row its neighbour was compared with. Templates that ask
+whether it is defined fall back to their own constant; those that do not are refused with a reason.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ class ChatTemplate:
                 **variables,
             )
         except (jinja2.TemplateError, TypeError) as error:
-            # A template adds strings and None as carelessly as it raises: both mean that it has no form for these messages.
+            # A template adds strings and None as carelessly as it raises: both mean that it has no form for these
+            # messages.
             date = "strftime_now" in str(error)
             raise DataError(
                 "the chat template refused the conversation",
@@ -106,7 +107,11 @@ def template_message(message: Message) -> dict[str, Any]:
         found |= {"reasoning_content": message.reasoning, "thinking": message.reasoning}
     if message.tool_calls:
         found["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": _arguments(call.arguments)}}
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": _arguments(call.arguments)},
+            }
             for call in message.tool_calls
         ]
     if message.tool_call_id is not None:

@@ -1,7 +1,7 @@
 """A checkpoint's tokenizer and chat template, read from its folder with the `tokenizers` library alone.
 
-It never adds a token by itself: no BOS, no EOS, no padding, no truncation. Whatever a row holds was written by a chat template,
-by a token family, or sampled.
+It never adds a token by itself: no BOS, no EOS, no padding, no truncation. Whatever a row holds was written by a chat
+template, by a token family, or sampled.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class ChatTokenizer:
         """Ids of `text`; never more than the text spells.
 
         Args:
-            allow_special: Whether text that spells a special token becomes that token. False encodes it as ordinary text.
+            allow_special: Whether text that spells a special token becomes that token, or ordinary text.
         """
         tokenizer = self._tokenizer if allow_special else self._plain_tokenizer
         return list(tokenizer.encode(text, add_special_tokens=False).ids)
@@ -209,7 +209,7 @@ def _read_tokenizer(folder: Path) -> Tokenizer:
             expected="tokenizer.json",
             found="a missing folder" if not folder.is_dir() else f"{sorted(p.name for p in folder.iterdir())[:12]}",
             where=str(folder),
-            do="check `model.path`, or save the tokenizer with `AutoTokenizer.from_pretrained(...).save_pretrained(folder)`",
+            do="check `model.path`, or save the tokenizer with transformers' `save_pretrained`",
         )
     try:
         return Tokenizer.from_str(file.read_text(encoding="utf-8"))

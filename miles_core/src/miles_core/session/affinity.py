@@ -1,4 +1,4 @@
-"""Which engine serves a session: the same one for all its turns, since that engine holds the session's prefix in its KV cache."""
+"""Which engine serves a session: the same one for all its turns, since its KV cache holds the session's prefix."""
 
 from __future__ import annotations
 

@@ -1,19 +1,21 @@
 """Session to trajectory: the row that serving built is the row that training reads; nothing is tokenized again.
 
-Also the one place that says how an attempt ended: what a session knows and what its environment raised become a status and,
-where something failed, the boundary at which it did.
+Also the one place that says how an attempt ended: what a session knows and what its environment raised become a
+status and, where something failed, the boundary at which it did.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from miles_core.errors import EngineError, SessionError
-from miles_core.session.linear import LinearSession
 from miles_core.session.matching import MatcherError
 from miles_core.types import Boundary, Failure, FinishReason, Status, Trajectory
+
+if TYPE_CHECKING:
+    from miles_core.session.linear import LinearSession
 
 
 def assemble(
@@ -21,12 +23,14 @@ def assemble(
     *,
     prompt_id: str,
     error: BaseException | None = None,
+    status: Status | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Trajectory:
     """The session's one trajectory, whatever happened to it.
 
     Args:
-        error: What the environment's `run` raised, if it did; decides the status together with the session, see `outcome`.
+        error: What the environment's `run` raised, if it did; decides the status with the session, see `outcome`.
+        status: Given by a caller that judges by itself; then `error` is not asked.
         metadata: JSON-compatible facts from the environment; wins over the session's own of the same name.
 
     Returns:
@@ -36,7 +40,9 @@ def assemble(
         ContractError: the session built a row that breaks the tokens contract (a defect of this package).
     """
     ids, sampled, logprobs = session.row.arrays()
-    status, failure = outcome(session, error)
+    failure = session.failure if status is Status.FAILED else None
+    if status is None:
+        status, failure = outcome(session, error)
     # An aborted turn without tokens may leave a row that ends before its routes do.
     routes = session.routes if session.routes is not None and session.routes.shape[0] == len(ids) - 1 else None
     trajectory = Trajectory(
@@ -61,8 +67,9 @@ def assemble(
 def outcome(session: LinearSession, error: BaseException | None = None) -> tuple[Status, Failure | None]:
     """How the attempt ended.
 
-    A full context truncates a session that has turns; a first prompt that does not fit is the environment's failure. An engine error
-    counts as the engine's even if the environment caught it and gave up. Cancellation is an abort, not a failure.
+    A full context truncates a session that has turns; a first prompt that does not fit is the environment's failure.
+    An engine error counts as the engine's even if the environment caught it and gave up. Cancellation is an abort,
+    not a failure.
     """
     if isinstance(error, asyncio.CancelledError):
         return Status.ABORTED, None

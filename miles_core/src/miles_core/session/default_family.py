@@ -1,8 +1,9 @@
 """The `default` token family: any checkpoint's own chat template, best effort.
 
-It holds where the template only ever appends, and refuses where it does not. What it cannot know: whether the checkpoint was
-trained on the rows its template would write for long histories, how it spells tool calls (Hermes blocks are recognised,
-other spellings stay in the content), and where reasoning ends. A family written for the checkpoint is always better.
+It holds where the template only ever appends, and refuses where it does not. What it cannot know: whether the
+checkpoint was trained on the rows its template would write for long histories, how it spells tool calls (Hermes
+blocks are recognised, other spellings stay in the content), and where reasoning ends. A family written for the
+checkpoint is always better.
 """
 
 from __future__ import annotations

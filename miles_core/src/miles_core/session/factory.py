@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from miles_core.errors import ConfigError, SessionError
 from miles_core.kinds.engine import Engine
@@ -55,8 +55,8 @@ class SessionFactory:
         """A new session under a name that no open session has.
 
         Args:
-            params: How its turns sample. `max_tokens` bounds each turn and is lowered where the context ends; the family's stop
-                tokens are added; `seed` is the session's, from which each turn derives its own.
+            params: How its turns sample. `max_tokens` bounds each turn and is lowered where the context ends; the
+                family's stop tokens are added; `seed` is the session's, from which each turn derives its own.
 
         Raises:
             SessionError: a session of that name is open.
@@ -83,8 +83,7 @@ class SessionFactory:
         return self._affinity.load()
 
 
-@dataclass(frozen=True, slots=True)
-class FamilyChoice:
+class FamilyChoice(NamedTuple):
     """Which family serves a checkpoint, and what the user must be told about it."""
 
     name: str
@@ -102,12 +101,15 @@ def choose_family(
         named: What the run-file says, if anything.
 
     Raises:
-        ConfigError: the named family is not installed, several claim the checkpoint, or none does and there is no `default`.
+        ConfigError: the named family is not installed, or several claim the checkpoint, or none does and `default`
+            is not installed.
     """
     if named is not None:
         if named not in families:
             raise ConfigError(
-                f"no usable token family is called {named!r}", expected=f"one of {sorted(families)}", where="session.family"
+                f"no usable token family is called {named!r}",
+                expected=f"one of {sorted(families)}",
+                where="session.family",
             )
         return FamilyChoice(named)
     claimants = [name for name in sorted(families) if name != DEFAULT_FAMILY and families[name].claims(tokenizer)]
@@ -130,6 +132,7 @@ def choose_family(
         )
     return FamilyChoice(
         DEFAULT_FAMILY,
-        f"no installed token family claims {tokenizer.where}; the best-effort family `default` renders its template and "
-        "refuses turns that are not append-only. Install a family for this checkpoint, or say session: {family: default}",
+        f"no installed token family claims {tokenizer.where}; the best-effort family `default` renders its template "
+        "and refuses turns that are not append-only. Install a family for this checkpoint, or silence this by saying "
+        "session: {family: default}",
     )

@@ -1,7 +1,7 @@
 """One engine call, checked: what a session accepts as a sampled assistant turn.
 
-An engine that drops the stop token, loses a log-prob or runs past the limit would put a wrong row into training without a sound,
-so every such answer is an EngineError here, at the first place that can tell.
+An engine that drops the stop token, loses a log-prob or runs past the limit would put a wrong row into training
+without a sound, so every such answer is an EngineError here, at the first place that can tell.
 """
 
 from __future__ import annotations
@@ -101,7 +101,11 @@ def _check_end(output: Output, request: GenerateRequest, name: str) -> None:
     if reason is FinishReason.STOP and not ended and not (params.stop and ids):
         found = f"row ends with {ids[-3:].tolist()}"
         raise _invalid(
-            "the engine reports `stop` but returns no stop token", f"one of {sorted(stops)} at the end", found, request, name
+            "the engine reports `stop` but returns no stop token",
+            f"one of {sorted(stops)} at the end",
+            found,
+            request,
+            name,
         )
     if request.routes and reason is not FinishReason.ABORT:
         rows = None if output.routes is None else output.routes.shape[0]

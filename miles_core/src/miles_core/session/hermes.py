@@ -1,7 +1,7 @@
-"""Tool calls as Hermes-style models write them: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` in the text.
+"""Tool calls as Hermes-style models write them in text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-Parsing never fails: what is no well-formed call stays in the text, and the arguments keep the exact characters the model
-wrote, since a call that went through a JSON library is another text.
+Parsing never fails: what is no well-formed call stays in the text, and the arguments keep the exact characters the
+model wrote, since a call that went through a JSON library is another text.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Split an assistant turn's text into what was said and what was called.
 
     Returns:
-        The text without the well-formed calls (stripped when there are any, otherwise untouched), and the calls, numbered
-        ``call_0``, ``call_1``, ... within the turn.
+        The text without the well-formed calls (stripped when there are any, otherwise untouched), and the calls,
+        numbered ``call_0``, ``call_1``, ... within the turn.
     """
     calls: list[ToolCall] = []
     kept: list[str] = []
@@ -41,11 +41,13 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 def spell_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
     """The inverse: content, then one block per call, arguments verbatim."""
-    blocks = [
-        f'<tool_call>\n{{"name": {json.dumps(call.name, ensure_ascii=False)}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
-        for call in calls
-    ]
+    blocks = [_spell(call) for call in calls]
     return "\n".join([content, *blocks] if content else blocks)
+
+
+def _spell(call: ToolCall) -> str:
+    name = json.dumps(call.name, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {call.arguments or "{}"}}}\n</tool_call>'
 
 
 def _call(body: str, call_id: str) -> ToolCall | None:

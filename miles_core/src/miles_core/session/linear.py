@@ -1,12 +1,12 @@
 """A linear session: one token row, extended at the tail, owned here and shown to nobody but the engine.
 
-    prepare   match the replayed history, tokenize what is new, merge at the seam      pure: the session is unchanged
-    generate  ask the engine                                                           no state is held
-    commit    roll back what was discarded, append prompt and sampled tokens           the only place that changes anything
+    prepare   match the replayed history, tokenize what is new, merge at the seam     changes nothing
+    generate  ask the engine                                                          holds nothing
+    commit    roll back what was discarded, append prompt and sampled tokens          the only change
 
-The latest turn may be retried: a history that leaves the stored one behind the last checkpoint but one discards that one turn, and
-the row goes back to where it was before it. Anything that diverges earlier is refused. Because nothing changes before
-`commit`, a failed or cancelled engine call leaves the session as it was.
+The latest turn may be retried: a history that agrees up to the checkpoint before it discards that one turn, and the row
+goes back to where it was. Anything that diverges earlier is refused. Because nothing changes before `commit`, a failed
+or cancelled engine call leaves the session as it was.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from miles_core.kinds.engine import Engine, GenerateRequest
 from miles_core.kinds.environment import Completion
 from miles_core.kinds.matcher import Matcher
 from miles_core.kinds.tito_family import TitoFamily
+from miles_core.session.assembly import assemble
 from miles_core.session.generation import Output, generate
 from miles_core.session.matching import difference, match_prefix
 from miles_core.session.row import Tail, TokenRow
 from miles_core.session.seeds import turn_seed
-from miles_core.types import Boundary, Failure, FinishReason, Message, SamplingParams, Tool
+from miles_core.types import Boundary, Failure, FinishReason, Message, SamplingParams, Status, Tool, Trajectory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +225,10 @@ class LinearSession:
         self.failure = self.overflow = None
         return Completion(message=message, finish_reason=reason, num_tokens=at)
 
+    def trajectory(self, *, prompt_id: str, status: Status | None = None) -> Trajectory:
+        """The row recorded so far, unscored; without a turn it has no tokens. See `assembly.assemble`."""
+        return assemble(self, prompt_id=prompt_id, status=status)
+
     def close(self) -> None:
         """Give the engine's slot back. The row stays readable; no further turn is accepted. Idempotent."""
         if not self._closed:
@@ -305,7 +310,7 @@ class LinearSession:
         return self._row.ids(later.attached) + later.dropped.ids.tolist()
 
     def _shared(self, prefix: list[int], prompt: list[int]) -> int:
-        """Length of the stored prefix in `prompt`: all of it, or all but one final stop token that the next opener replaces."""
+        """Length of the stored prefix in `prompt`: all, or all but a final stop token that the next opener replaces."""
         if prompt[: len(prefix)] == prefix:
             return len(prefix)
         short = len(prefix) - 1

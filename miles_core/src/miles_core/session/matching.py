@@ -1,8 +1,8 @@
 """Matchers: is the message an agent replays the one the session stored? And how far a replayed history agrees.
 
 An agent sends its whole history every turn, and its spelling of it drifts. A match only locates the stored tokens; the
-stored message and its tokens win, whatever the replay says. None, "" and () are one and the same everywhere; nothing else
-is forgiven by `strict`, not even trailing white space.
+stored message and its tokens win, whatever the replay says. None, "" and () are one and the same everywhere; nothing
+else is forgiven by `strict`, not even trailing white space.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from miles_core.kinds.matcher import Matcher
 from miles_core.types import Message, ToolCall
 
 COMPARED_FIELDS = ("role", "content", "reasoning", "tool_calls")
-"""What makes a message the same. `name` and `tool_call_id` do not: harnesses add and drop them freely, and the content of
-the message they belong to is compared anyway."""
+"""What makes a message the same. `name` and `tool_call_id` do not: harnesses add and drop them freely, and the
+content of the message they belong to is compared anyway."""
 
 
 class MatcherError(SessionError):
@@ -33,9 +33,9 @@ def strict(stored: Message, replayed: Message, /) -> bool:
 def loose_tool_call(stored: Message, replayed: Message, /) -> bool:
     """As `strict`, but tool-call arguments may spell the same JSON object in another way.
 
-    Key order and white space do not matter, and empty text is the empty object. Types do: true is not 1, "1" is not 1; numbers
-    are compared as exact decimals, so 1 is 1.0. Arguments that are no plain JSON object (broken, duplicate keys, NaN) are
-    compared as text.
+    Key order and white space do not matter, and empty text is the empty object. Types do: true is not 1, "1" is not
+    1; numbers are compared as exact decimals, so 1 is 1.0. Arguments that are no plain JSON object (broken, duplicate
+    keys, NaN) are compared as text.
     """
     names = [name for name in COMPARED_FIELDS if name != "tool_calls"]
     if not all(_field(stored, name) == _field(replayed, name) for name in names):

@@ -21,7 +21,7 @@ class Tail:
 
 
 class TokenRow:
-    """Eight bytes a token: int32 ids and float32 log-probs (NaN where not sampled), plus one span per turn and version."""
+    """Eight bytes a token: int32 ids and float32 log-probs (NaN where not sampled), and a span per turn and version."""
 
     __slots__ = ("_ids", "_logprobs", "_spans")
 

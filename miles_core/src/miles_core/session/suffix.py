@@ -1,8 +1,9 @@
 """Ids of appended messages through a checkpoint's own template, without rendering the history again.
 
-The template is rendered twice on a short made-up conversation that ends with an assistant turn: once alone, once followed by the
-appended messages and the next opener. If the second text and the second row both start with the first, the rest is what
-the messages add. The work depends on the appended messages alone, however long the session is.
+The template is rendered twice on a short made-up conversation that ends with an assistant turn: once alone, once
+followed by the appended messages and the next opener. If the second text and the second row both start with the
+first, the rest is what the messages add. The work depends on the appended messages alone, however long the session
+is.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ def appended_ids(
         calls: Tool calls of that assistant turn; templates look up the call that a tool message answers.
 
     Raises:
-        SessionError: on every made-up conversation the template changes earlier text when messages follow (it is not append-only), or
-            refuses the roles; shows the two rows.
+        SessionError: on every made-up conversation the template refuses the roles, or changes earlier tokens when
+            messages follow, so that it is not append-only; shows the two rows.
     """
     problem = SessionError("the chat template rendered nothing")
     for base in _bases(tuple(calls)):
@@ -39,7 +40,9 @@ def appended_ids(
             before = tokenizer.render(base, tools, add_generation_prompt=False)
             after = tokenizer.render([*base, *appended], tools, add_generation_prompt=True)
         except DataError as error:
-            problem = SessionError(error.message, expected=error.expected, found=error.found, where=error.where, do=error.do)
+            problem = SessionError(
+                error.message, expected=error.expected, found=error.found, where=error.where, do=error.do
+            )
             continue
         # Rows, not only texts, are compared: a seam inside a token would make them differ where the texts agree.
         row, longer = tokenizer.encode(before), tokenizer.encode(after)

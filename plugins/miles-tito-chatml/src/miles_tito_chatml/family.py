@@ -1,10 +1,11 @@
 """Token family for ChatML: ``<|im_start|>role\\ncontent<|im_end|>\\n`` for every turn.
 
-Where the checkpoint's template writes exactly that, it is used; it knows the checkpoint's default system prompt and, perhaps, its own form
-of tools. What the template would leave out without a word (tools, tool calls) is written by `fixed` instead.
+Where the checkpoint's template writes exactly that, it is used; it knows the checkpoint's default system prompt and,
+perhaps, its own form of tools. What the template would leave out without a word (tools, tool calls) is written by
+`fixed` instead.
 
-The seam: a template ends every turn with a newline after ``<|im_end|>``, but the model stops at ``<|im_end|>`` and never samples it. `merge`
-inserts it, exactly once.
+The seam: a template ends every turn with a newline after ``<|im_end|>``, but the model stops at ``<|im_end|>`` and
+never samples it. `merge` inserts it, exactly once.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class ChatMLFamily:
             expected=f"token {self._end} at the end of the row",
             found=f"{[self.tokenizer.token(index) for index in row[-4:]]}",
             where=self.tokenizer.where,
-            do="end the episode there, or set session: {family: {use: chatml, open_turn: close}} to close such turns untrained",
+            do="end the episode there, or set session: {family: {use: chatml, open_turn: close}}",
         )
 
     def parse(self, output_ids: Sequence[int]) -> Message:

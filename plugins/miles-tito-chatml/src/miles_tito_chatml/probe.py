@@ -48,7 +48,9 @@ def probe(tokenizer: ChatTokenizer) -> TemplateFacts:
     )
 
 
-def _render(tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[Tool] = (), opener: bool = True) -> str:
+def _render(
+    tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[Tool] = (), opener: bool = True
+) -> str:
     try:
         return tokenizer.render(messages, tools, add_generation_prompt=opener)
     except DataError:
