@@ -8,6 +8,7 @@ import struct
 from pathlib import Path
 
 import pytest
+
 from miles_core.capability import Capability, State, conflicts
 from miles_core.registry import Entry, Registry, discover
 

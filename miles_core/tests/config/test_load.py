@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from miles_core.config import yaml12
 from miles_core.config.load import load, parse
 from miles_core.config.problems import Problem, RunFileError, render_json, render_text

@@ -165,15 +165,6 @@ def _multi_rank(s: Setup) -> str | None:
     return None
 
 
-def _transport_reach(s: Setup) -> str | None:
-    if s.provides("executor", "places-processes") and s.provides("transport", "same-process"):
-        return (
-            f"`{s.spec.transport.use}` moves weights inside one process, and the executor `{s.spec.executor.use}` "
-            "gives every rank and engine a process of its own"
-        )
-    return None
-
-
 def _verifies(s: Setup) -> str | None:
     if s.spec.check_weight_update_equal and not s.provides("engine", "verifies-weights"):
         return f"the engine `{s.spec.engine.use}` cannot report what weights it holds"
@@ -299,14 +290,6 @@ CHECKS: tuple[Check, ...] = (
     ),
     Check(
         id="MIL502",
-        about="A transport inside one process needs an executor that stays in one.",
-        path="transport",
-        find=_transport_reach,
-        do="transport: broadcast, or executor: inprocess",
-        kinds=("transport", "executor"),
-    ),
-    Check(
-        id="MIL503",
         about="Comparing weights after an update needs an engine that reports them.",
         path="check_weight_update_equal",
         find=_verifies,

@@ -8,9 +8,6 @@ from miles_core.capability import KINDS
 from miles_core.config.spec import Pick, RunSpec
 from miles_core.config.yaml12 import Path
 
-FUNCTION_KINDS = frozenset({"reward", "filter"})
-"""Kinds whose pick may name the user's own function, ``module:attr`` or ``file.py:fn``."""
-
 SECTIONS: dict[str, tuple[str, ...]] = {
     kind.name: tuple(kind.section.split(".")) for kind in KINDS.values() if kind.section is not None
 }

@@ -24,7 +24,7 @@ class Pick(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
     use: str = Field(
-        description="Name of an installed capability; a reward or filter may be module:attr or file.py:fn."
+        description="Name of an installed capability; where the kind is a function, also module:attr or file.py:fn."
     )
 
     @model_validator(mode="before")

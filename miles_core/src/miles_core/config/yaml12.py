@@ -54,6 +54,14 @@ Yaml12Dumper.add_implicit_resolver(
 )
 
 
+def _represent_text(dumper: Yaml12Dumper, text: str) -> yaml.ScalarNode:
+    # PyYAML's single quotes fold unusual line ends into spaces; only double quotes keep every character.
+    return dumper.represent_scalar(_STR, text, style=None if text.isprintable() else '"')
+
+
+Yaml12Dumper.add_representer(str, _represent_text)
+
+
 class YamlError(Exception):
     """The text is not YAML (TOML). `line` is 1-based, or None."""
 
