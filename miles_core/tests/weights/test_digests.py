@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from miles_core.types import NamedTensor
-from miles_core.weights.digests import compare, manifest, name_some, digest_tensor
+from miles_core.weights.digests import compare, digest_tensor, manifest, name_some
 
 
 def test_digest_ignores_layout_but_not_dtype_shape_or_one_bit() -> None:
