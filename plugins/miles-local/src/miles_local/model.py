@@ -1,0 +1,168 @@
+"""The model and its key-values: everything that touches tensors. All calls come from one thread, between which
+nothing runs.
+
+Not here: which requests run (scheduler) and who waits for their tokens (engine).
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from miles_core.errors import EngineError
+from torch import Tensor, nn
+
+from miles_local import attention, weights
+from miles_local.kv import SlotStore
+from miles_local.sampling import sample
+from miles_local.scheduler import CopySlot, LoadSlot, Plan, SaveSlot
+
+SUPPORTED_LAYERS = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """What a step drew, in the order of the plan's draws."""
+
+    token_ids: list[int]
+    logprobs: list[float]
+
+
+class LocalModel:
+    """A causal language model served from slots."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        config: Any = model.config
+        self.vocab_size = int(config.vocab_size)
+        self.max_tokens: int | None = getattr(config, "max_position_embeddings", None)
+        self.views: Mapping[str, Tensor] = weights.checkpoint_views(model)
+        self._model = model
+        self._device = device
+        self._store = SlotStore()
+
+    @classmethod
+    def load(cls, model_path: str, *, device: str, dtype: str) -> LocalModel:
+        """Load a checkpoint folder.
+
+        Raises:
+            EngineError: the folder is absent or its architecture cannot be served from slots.
+        """
+        folder = Path(model_path)
+        if not (folder / "config.json").is_file():
+            raise EngineError(
+                "the model folder cannot be loaded",
+                expected="a Hugging Face folder with config.json and safetensors",
+                found="no config.json" if folder.is_dir() else "no such folder",
+                where=model_path,
+                do="give the path of a downloaded or exported checkpoint",
+            )
+        from transformers import AutoModelForCausalLM
+        from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+        ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.slot_attention)
+        with _no_progress_bars():
+            model = AutoModelForCausalLM.from_pretrained(
+                folder,
+                dtype="auto" if dtype == "checkpoint" else getattr(torch, dtype),
+                attn_implementation=attention.NAME,
+                local_files_only=True,
+            )
+        _check_architecture(model, model_path)
+        return cls(model.to(device).eval(), torch.device(device))
+
+    @property
+    def kv_bytes(self) -> int:
+        return self._store.num_bytes
+
+    @torch.inference_mode()
+    def step(self, plan: Plan) -> Sampled:
+        """Make the plan's copies, run its tokens through the model, and draw."""
+        self._store.reserve(plan.slots, plan.capacity)
+        for move in plan.moves:
+            match move:
+                case CopySlot(source, target, tokens):
+                    self._store.copy(source, target, tokens)
+                case SaveSlot(slot, tokens, entry):
+                    entry.saved = self._store.save(slot, tokens)
+                case LoadSlot(entry, slot, tokens):
+                    assert entry.saved is not None
+                    self._store.load(entry.saved, slot, tokens)
+        logits = self._forward(plan)
+        if not plan.draws:
+            return Sampled([], [])
+        return Sampled(*sample(logits, plan.draws))
+
+    def _forward(self, plan: Plan) -> Tensor:
+        """Logits [S, V] after the plan's sampled tokens (one row of no meaning when it samples none)."""
+        positions = torch.tensor(plan.positions, device=self._device)
+        slots = torch.tensor(plan.token_slots, device=self._device)
+        step = attention.StepAttention(self._store, slots * self._store.capacity + positions, plan.decode, plan.prefill)
+        output = self._model(
+            input_ids=torch.tensor([plan.token_ids], device=self._device),
+            position_ids=positions[None],
+            use_cache=False,
+            logits_to_keep=torch.tensor(plan.sampled or (0,), device=self._device),
+            slots=step,
+        )
+        logits: Tensor = output.logits[0]
+        return logits
+
+    def forget(self) -> None:
+        """Drop all key-values."""
+        self._store.clear()
+
+    @torch.no_grad()
+    def replace(self, tensors: Mapping[str, Tensor]) -> None:
+        """Serve with other weights; key-values of the old ones are dropped."""
+        weights.replace(self.views, tensors)
+        self.forget()
+
+    @torch.no_grad()
+    def scramble(self, seed: int) -> None:
+        weights.scramble(self.views, seed)
+        self.forget()
+
+    def digests(self) -> dict[str, str]:
+        return weights.digests(self.views)
+
+
+def _check_architecture(model: Any, model_path: str) -> None:
+    config = model.config
+    layers = set(getattr(config, "layer_types", None) or ())
+    problem = None
+    if not model._supports_attention_backend:
+        problem = "it does not take a custom attention function"
+    elif layers - SUPPORTED_LAYERS:
+        problem = f"it has layers of type {', '.join(sorted(layers - SUPPORTED_LAYERS))}"
+    elif getattr(config, "num_kv_shared_layers", None):
+        problem = "its layers share key-values"
+    elif "logits_to_keep" not in inspect.signature(model.forward).parameters:
+        problem = "its forward has no `logits_to_keep`"
+    if problem:
+        raise EngineError(
+            "engine `local` cannot serve this architecture",
+            expected="a causal language model whose layers all attend, fully or in a sliding window",
+            found=f"{type(model).__name__}: {problem}",
+            where=model_path,
+            do="use another engine for this model",
+        )
+
+
+class _no_progress_bars:
+    """Loading prints no bars: the run has its own display."""
+
+    def __enter__(self) -> None:
+        from transformers.utils import logging
+
+        self._were_on = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()
+
+    def __exit__(self, *_: object) -> None:
+        from transformers.utils import logging
+
+        if self._were_on:
+            logging.enable_progress_bar()

@@ -1,0 +1,166 @@
+"""The served weights under their Hugging Face names, and the staging area of the next version.
+
+Names are those `save_pretrained` writes: a tied tensor comes once, under its source's name
+(``model.embed_tokens.weight`` for a tied ``lm_head.weight``); persistent buffers take part; tensors that transformers
+fuses in memory (the experts of a mixture) come as the checkpoint has them. Every name maps to a view of the live
+parameter, so that copying into the views is the whole update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import torch
+from miles_core.errors import EngineError
+from miles_core.types import NamedTensor, WeightBucket, WeightManifest
+from miles_core.weights.digests import digest_tensor, manifest, name_some
+from torch import Tensor, nn
+
+
+def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
+    """Views of all parameters and persistent buffers, by checkpoint name.
+
+    Raises:
+        EngineError: transformers stores a tensor in a form that is no view of the checkpoint's.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    live: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    # Sources before the names tied to them, so that the source's name wins.
+    for name, tensor in sorted(model.state_dict(keep_vars=True).items(), key=lambda item: item[0] in tied):
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            live[name] = tensor.detach()
+    views: dict[str, Tensor] = {}
+    for name, tensor in live.items():
+        for wire_name, wire in revert_weight_conversion(model, {name: tensor}).items():
+            shares = wire.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+            views[wire_name] = wire if shares or wire.numel() == 0 else _locate(model, name, wire_name, tensor)
+    # Together the tensors must give the same names as one by one, else a checkpoint tensor is made of several live
+    # ones.
+    together = revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in live.items()})
+    if views.keys() != together.keys():
+        raise _not_in_place(
+            model, "one live tensor for each of a checkpoint's", name_some(sorted(views.keys() ^ together))
+        )
+    return views
+
+
+def _locate(model: nn.Module, name: str, wire_name: str, tensor: Tensor) -> Tensor:
+    """The view of `tensor` that transformers copies out as `wire_name`: found by converting coordinates instead of
+    values."""
+    from transformers.core_model_loading import revert_weight_conversion
+
+    view = tensor
+    for axis in range(tensor.dim() - 1, -1, -1):
+        shape = [1] * tensor.dim()
+        shape[axis] = -1
+        coordinate = torch.arange(tensor.shape[axis], dtype=torch.int32).view(shape).expand(tensor.shape)
+        found = revert_weight_conversion(model, {name: coordinate})[wire_name].reshape(-1)
+        first, last = int(found[0]), int(found[-1])
+        view = view.narrow(axis, first, last - first + 1)
+    wire = revert_weight_conversion(model, {name: tensor})[wire_name]
+    view = view.squeeze() if view.dim() != wire.dim() and view.squeeze().shape == wire.shape else view
+    if view.shape != wire.shape or not torch.equal(view, wire):
+        raise _not_in_place(model, f"a slice of {name} for {wire_name}", "a rearranged copy")
+    return view
+
+
+def _not_in_place(model: nn.Module, expected: str, found: str) -> EngineError:
+    return EngineError(
+        "this architecture's weights cannot be updated in place",
+        expected=expected,
+        found=found,
+        where=type(model).__name__,
+        do="use another engine for this model",
+    )
+
+
+def replace(views: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
+    """Overwrite every view; the caller has checked that names, shapes and dtypes agree."""
+    for name, view in views.items():
+        view.copy_(tensors[name])
+
+
+def scramble(views: Mapping[str, Tensor], seed: int) -> None:
+    """Overwrite every tensor with noise that depends on its name and the seed."""
+    for number, name in enumerate(sorted(views)):
+        view = views[name]
+        generator = torch.Generator().manual_seed((seed * 1_000_003 + number) % 2**63)
+        if view.is_floating_point():
+            noise = torch.empty(view.shape, dtype=torch.float32).normal_(std=0.05, generator=generator)
+        else:
+            noise = torch.randint(0, 2, view.shape, generator=generator)
+        view.copy_(noise)
+
+
+def digests(views: Mapping[str, Tensor]) -> dict[str, str]:
+    return {name: digest_tensor(view) for name, view in views.items()}
+
+
+class Staging:
+    """Collects the buckets of one version beside the serving weights."""
+
+    def __init__(self, version: int, views: Mapping[str, Tensor]) -> None:
+        self.version = version
+        self.tensors: dict[str, Tensor] = {}
+        self._views = views
+        self._buckets = 0
+        self._last = False
+
+    def take(self, buckets: Iterable[WeightBucket]) -> WeightManifest:
+        """Take all buckets and account for them.
+
+        Raises:
+            EngineError: the buckets are not exactly this version of exactly these weights.
+        """
+        for bucket in buckets:
+            self._take(bucket)
+        missing = [name for name in self._views if name not in self.tensors]
+        if missing or not self._last:
+            raise self._error(
+                f"{len(missing)} of {len(self._views)} tensors are missing",
+                expected="every tensor of the model, and a bucket marked last",
+                found=f"{self._buckets} buckets without {name_some(missing)}" if missing else "no last bucket",
+            )
+        return manifest(self.version, (NamedTensor(name=name, tensor=t) for name, t in self.tensors.items()))
+
+    def _take(self, bucket: WeightBucket) -> None:
+        if bucket.version != self.version or bucket.index != self._buckets or self._last:
+            raise self._error(
+                "buckets came out of order",
+                expected=f"bucket {self._buckets} of version {self.version}" if not self._last else "no more buckets",
+                found=f"bucket {bucket.index} of version {bucket.version}",
+            )
+        self._buckets += 1
+        self._last = bucket.last
+        for named in bucket.tensors:
+            self._check(named)
+            device = self._views[named.name].device
+            self.tensors[named.name] = named.tensor.detach().to(device)
+
+    def _check(self, named: NamedTensor) -> None:
+        view = self._views.get(named.name)
+        if view is None:
+            close = name_some(sorted(self._views)[:3])
+            raise self._error(f"tensor {named.name} is unknown", expected=f"names such as {close}", found=named.name)
+        if named.name in self.tensors:
+            raise self._error(f"tensor {named.name} was sent twice", expected="every tensor once", found=named.name)
+        if named.tensor.shape != view.shape or named.tensor.dtype != view.dtype:
+            raise self._error(
+                f"tensor {named.name} does not fit",
+                expected=f"{view.dtype} {tuple(view.shape)}",
+                found=f"{named.tensor.dtype} {tuple(named.tensor.shape)}",
+            )
+
+    def _error(self, message: str, *, expected: str, found: str) -> EngineError:
+        return EngineError(
+            f"weight version {self.version} was refused: {message}",
+            expected=expected,
+            found=found,
+            where="engine local, staging",
+            do="compare the names, shapes and dtypes the backend exports with the served checkpoint's; "
+            "the engine goes on serving the version it had",
+        )
