@@ -1,0 +1,105 @@
+"""A whole run from one command: what it does, what it writes, how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from .conftest import Workspace
+
+
+def test_a_run_writes_what_it_promises_and_the_same_seed_gives_the_same_metrics(workspace: Workspace) -> None:
+    workspace.train()
+    first = (workspace.directory() / "metrics.jsonl").read_bytes()
+    for name in ("run.yaml", "run.source.yaml", "env.json", "plan.json", "timings.jsonl", "events.jsonl", "report.html"):
+        assert (workspace.directory() / name).stat().st_size > 0, name
+    assert len(list((workspace.directory() / "rollouts").glob("step_*.parquet"))) == 4
+    lines = workspace.lines()
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    assert "eval/reward_mean" in lines[0]
+    assert all(line["contract/versions/s_old_max"] == 0 for line in lines[1:])
+    assert all(line["contract/logprobs/abs_diff_max"] < 1e-3 for line in lines[1:])
+    assert not any(key.startswith(("time/", "throughput/")) for line in lines for key in line)
+
+    workspace.train("--fresh")
+    assert (workspace.directory() / "metrics.jsonl").read_bytes() == first
+    assert (workspace.directory("tiny.1") / "metrics.jsonl").read_bytes() == first  # kept aside, not lost
+
+    workspace.train("--fresh", overrides={"seed": 8})
+    assert (workspace.directory() / "metrics.jsonl").read_bytes() != first
+
+
+def test_the_order_of_a_step_is_collect_train_save_publish_evaluate(workspace: Workspace) -> None:
+    workspace.train(overrides={"schedule.steps": 2})
+    kinds = [event["event"] for event in workspace.lines("events.jsonl")]
+    kinds = [kind for kind in kinds if kind in ("publish", "save", "eval", "stop")]
+    assert kinds == ["publish", "eval", "save", "publish", "save", "publish", "eval", "stop"]
+
+
+def test_a_directory_of_another_run_is_refused_and_resume_needs_the_same_run_file(workspace: Workspace) -> None:
+    workspace.train(overrides={"schedule.steps": 1})
+    refused = workspace.train(overrides={"schedule.steps": 1}, code=1)
+    assert "--resume" in refused.stderr
+    other = workspace.train("--resume", overrides={"optimizer.lr": 0.5}, code=1)
+    assert "optimizer.lr" in other.stderr
+    nothing = workspace.train("--resume", overrides={"schedule.steps": 1}, code=1)
+    assert "no work" in nothing.stderr
+    workspace.train("--resume", overrides={"schedule.steps": 2})
+    assert [line["step"] for line in workspace.lines()] == [0, 1, 2]
+
+
+def test_weights_are_proven_equal_when_asked(workspace: Workspace) -> None:
+    workspace.train(overrides={"schedule.steps": 1, "check_weight_update_equal": True})
+    assert any(event["event"] == "weights_equal" for event in workspace.lines("events.jsonl"))
+
+
+@pytest.mark.parametrize("signals", [1, 2])
+def test_ctrl_c_once_saves_and_twice_stops_now(workspace: Workspace, signals: int) -> None:
+    from .conftest import environment
+
+    command = workspace.command(overrides={"schedule.steps": 500, "checkpoint.every_steps": 400})
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) as run:
+        metrics = workspace.directory() / "metrics.jsonl"
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
+            assert run.poll() is None, run.stdout.read() if run.stdout else ""
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        run.send_signal(signal.SIGINT)
+        if signals == 2:
+            time.sleep(0.05)
+            run.send_signal(signal.SIGINT)
+        output, _ = run.communicate(timeout=60)
+    assert run.returncode == 130, output
+    steps = len(workspace.lines()) - 1
+    saved = sorted(path.name for path in (workspace.directory() / "checkpoints").iterdir())
+    if signals == 1:
+        assert saved == [f"step_{steps:06d}"]
+        assert "finished and saved first" in output
+
+
+def test_nothing_is_left_running(workspace: Workspace) -> None:
+    done = workspace.train(overrides={"schedule.steps": 1})
+    assert done.returncode == 0
+    mine = str(workspace.folder)
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit() and int(process.name) != os.getpid():
+            try:
+                line = (process / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            assert mine not in line, line
+
+
+def test_dry_run_prints_the_plan_and_takes_nothing(workspace: Workspace) -> None:
+    done = workspace.train("--dry-run")
+    assert "fsdp" in done.stdout
+    assert "local" in done.stdout
+    assert not workspace.directory().exists()
