@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from miles_core.testing.tiny import CHAT_TEMPLATE, IM_END, IM_START, Architecture, make_tiny_model
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from miles_core.testing.tiny import CHAT_TEMPLATE, IM_END, IM_START, Architecture, make_tiny_model
 
 
 def _bytes(folder: Path) -> dict[str, str]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from miles_core.types import NamedTensor
 from miles_core.weights.digests import compare, digest_tensor, manifest, name_some
 

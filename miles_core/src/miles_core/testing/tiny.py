@@ -73,7 +73,7 @@ def make_tiny_model(
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         _randomise_ones(model)
-    model.to(getattr(torch, dtype)).save_pretrained(directory)
+    _save(model.to(getattr(torch, dtype)), directory)
     return directory
 
 
@@ -165,6 +165,19 @@ def _config(architecture: Architecture, layers: int, hidden: int, vocab: int, co
         pad_token_id=IM_END,
         **extra,
     )
+
+
+def _save(model: Any, directory: Path) -> None:
+    """Save without transformers' progress bars, which would fill a test's output."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        model.save_pretrained(directory)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _randomise_ones(model: Any) -> None:

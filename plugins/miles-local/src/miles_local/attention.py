@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from miles_core.errors import EngineError
 from torch import Tensor, nn
 
+from miles_core.errors import EngineError
 from miles_local.kv import SlotStore, attention_mask
 
 NAME = "miles_slots"

@@ -17,13 +17,13 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from tokenizers import Tokenizer
+
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest
 from miles_core.kinds.transport import Receiver
 from miles_core.types import FinishReason, WeightManifest
 from miles_core.watch import progress, waiting
-from tokenizers import Tokenizer
-
 from miles_local.model import LocalModel, Sampled
 from miles_local.options import LocalOptions
 from miles_local.prefix import PrefixCache

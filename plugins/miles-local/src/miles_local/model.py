@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from miles_core.errors import EngineError
 from torch import Tensor, nn
 
+from miles_core.errors import EngineError
 from miles_local import attention, weights
 from miles_local.kv import SlotStore
 from miles_local.sampling import sample

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from miles_core.kinds.engine import GenerateRequest
-
 from miles_local.attention import DecodeGroup, PrefillPart, group_rows
 from miles_local.prefix import MIN_SHARED, PrefixCache, PrefixEntry, common_prefix
 from miles_local.sampling import Draw, uniform

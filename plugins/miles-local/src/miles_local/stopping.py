@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from miles_core.errors import EngineError
 from tokenizers import Tokenizer
+
+from miles_core.errors import EngineError
 
 
 def load_tokenizer(model_path: Path) -> Tokenizer:

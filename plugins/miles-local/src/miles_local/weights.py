@@ -11,10 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 import torch
+from torch import Tensor, nn
+
 from miles_core.errors import EngineError
 from miles_core.types import NamedTensor, WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor, manifest, name_some
-from torch import Tensor, nn
 
 
 def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
