@@ -108,13 +108,16 @@ def _point_at(root: Schema, definitions: Schema, section: tuple[str, ...], targe
     old: Schema = at["properties"][section[-1]]
     new: Schema = {"type": "array", "items": target} if many else target
     nullable = {"type": "null"} in old.get("anyOf", [])
-    kept = {key: old[key] for key in ("description", "default") if key in old}
-    at["properties"][section[-1]] = {**kept, "anyOf": [new, {"type": "null"}] if nullable else [new]}
+    members: list[Schema] = [new, {"type": "null"}] if nullable else [new]
+    at["properties"][section[-1]] = {"anyOf": members, **_described(old)}
 
 
 def _allow_text(root: Schema, name: str) -> None:
     """A section whose main key may be written as a bare text."""
     old = root["properties"][name]
     members = old.get("anyOf") or [{"$ref": old["$ref"]}]
-    kept = {key: old[key] for key in ("description", "default") if key in old}
-    root["properties"][name] = {**kept, "anyOf": [{"type": "string"}, *members]}
+    root["properties"][name] = {"anyOf": [{"type": "string"}, *members], **_described(old)}
+
+
+def _described(property_schema: Schema) -> Schema:
+    return {key: property_schema[key] for key in ("description", "default") if key in property_schema}

@@ -1,0 +1,332 @@
+"""What a run will do, computed from its run-file alone: who runs where, how much, how large. Takes no resources.
+
+`miles train --dry-run` prints it; the run directory keeps it as plan.json.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_model_folder
+from miles_core.config.resolve import Resolved, ResolvedRun
+from miles_core.config.spec import RunSpec
+
+FLOAT32_BYTES = 4
+PROMPT_TOKENS_GUESS = 512
+"""Tokens assumed for a prompt where only its upper bound is known; shown as an assumption."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What there is to run on. Injected, so that a plan can be made for another machine."""
+
+    cpus: int
+    memory_bytes: int | None = None
+    """Main memory."""
+    devices: int = 0
+    """CUDA devices."""
+    device_bytes: int | None = None
+    """Memory of one CUDA device."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Component:
+    """One capability the run will load."""
+
+    kind: str
+    name: str
+    distribution: str
+    version: str
+    load: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where one trainer rank or engine runs."""
+
+    role: str
+    """``trainer`` or ``engine``."""
+    index: int
+    process: str
+    """``driver``, or ``its own``."""
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Amounts:
+    """Derived numbers; none of them is a key of its own in the run-file."""
+
+    steps: int
+    optimizer_steps: int
+    """Of the whole run, if no step is skipped."""
+    groups_started: int
+    """In the first wave of a step."""
+    trajectories_per_step: int
+    """That are trained on."""
+    trajectories: int
+    """Of the whole run."""
+    sampled_tokens_per_step: int
+    """At most, one completion per trajectory."""
+    evaluations: int
+    trajectories_per_evaluation: int
+    checkpoints: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryItem:
+    """One entry of the estimate."""
+
+    role: str
+    """``trainer`` or ``engine``: for each rank or replica."""
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The whole plan."""
+
+    name: str
+    run_dir: str
+    device: str
+    machine: Machine
+    model: str
+    parameters: int | None
+    components: tuple[Component, ...]
+    places: tuple[Place, ...]
+    amounts: Amounts
+    memory: tuple[MemoryItem, ...]
+    """Without activations and the framework's own needs."""
+    notes: tuple[str, ...] = ()
+    """What deserves a look before starting."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For plan.json."""
+        return asdict(self)
+
+    def bytes_of(self, role: str) -> int:
+        """Estimate for one trainer rank or one engine."""
+        return sum(item.num_bytes for item in self.memory if item.role == role)
+
+
+def derive_run_dir(spec: RunSpec) -> Path:
+    """The directory a run writes into."""
+    return Path(spec.tracking.dir).expanduser() / spec.name
+
+
+def local_machine(*, devices: int = 0, device_bytes: int | None = None) -> Machine:
+    """This machine; the caller says what it knows of CUDA, since asking takes torch."""
+    pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
+    memory = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else None
+    return Machine(cpus=os.cpu_count() or 1, memory_bytes=memory, devices=devices, device_bytes=device_bytes)
+
+
+def make_plan(run: ResolvedRun, machine: Machine) -> Plan:
+    """Plan a validated run for a machine; reads the model folder's config and tensor headers, nothing else."""
+    spec = run.spec
+    wanted = spec.placement.device
+    device = wanted if wanted != "auto" else "cuda" if machine.devices else "cpu"
+    try:
+        model = read_model_folder(Path(spec.model.path))
+    except ModelFolderError:
+        model = None  # validated before; it vanished since, and whoever loads it will say so
+    amounts = _amounts(spec)
+    plan = Plan(
+        name=spec.name,
+        run_dir=str(derive_run_dir(spec)),
+        device=device,
+        machine=machine,
+        model=spec.model.path,
+        parameters=model.parameters if model else None,
+        components=_components(run),
+        places=_places(run, device),
+        amounts=amounts,
+        memory=_memory(spec, model, amounts) if model else (),
+    )
+    return _with_notes(plan, run)
+
+
+def _components(run: ResolvedRun) -> tuple[Component, ...]:
+    picks: list[Resolved] = [*run.one.values(), *(each for many in run.many.values() for each in many)]
+    return tuple(
+        Component(
+            kind=pick.kind,
+            name=pick.capability.name,
+            distribution=pick.distribution,
+            version=pick.version,
+            load=pick.capability.load,
+        )
+        for pick in picks
+    )
+
+
+def _places(run: ResolvedRun, device: str) -> tuple[Place, ...]:
+    placement = run.spec.placement
+    own = "places-processes" in run.one["executor"].capability.provides
+    process = "its own" if own else "driver"
+    # Ranks come first; engines share their devices, or take the next ones.
+    first_engine = 0 if placement.mode == "colocated" else placement.trainer_ranks
+    ranks = [("trainer", index, index) for index in range(placement.trainer_ranks)]
+    engines = [("engine", index, first_engine + index) for index in range(placement.engines)]
+    return tuple(
+        Place(
+            role=role, index=index, process=process, device=f"cuda:{slot if own else 0}" if device == "cuda" else "cpu"
+        )
+        for role, index, slot in [*ranks, *engines]
+    )
+
+
+def _amounts(spec: RunSpec) -> Amounts:
+    schedule, every_eval, every_save = spec.schedule, spec.eval.every_steps, spec.checkpoint.every_steps
+    per_step = schedule.groups_per_step * schedule.group_size
+    groups_started = math.ceil(schedule.groups_per_step * spec.rollout.over_sample - 1e-9)
+    return Amounts(
+        steps=schedule.steps,
+        optimizer_steps=schedule.steps * schedule.minibatches,
+        groups_started=groups_started,
+        trajectories_per_step=per_step,
+        trajectories=per_step * schedule.steps,
+        sampled_tokens_per_step=groups_started * schedule.group_size * spec.rollout.sampling.max_tokens,
+        evaluations=1 + math.ceil(schedule.steps / every_eval) if every_eval else 0,
+        trajectories_per_evaluation=spec.eval.prompts * spec.eval.samples_per_prompt if every_eval else 0,
+        checkpoints=math.ceil(schedule.steps / every_save) if every_save else 1,
+    )
+
+
+def _memory(spec: RunSpec, model: ModelFolder, amounts: Amounts) -> tuple[MemoryItem, ...]:
+    """Steady state; parameters, gradients and optimizer state are sharded over the ranks."""
+    ranks = spec.placement.trainer_ranks
+    share = math.ceil(model.parameters / ranks)
+    stored = math.ceil(model.stored_bytes / ranks)
+    items = [
+        MemoryItem(role="trainer", what="float32 master weights", num_bytes=share * FLOAT32_BYTES),
+        MemoryItem(role="trainer", what="float32 gradients", num_bytes=share * FLOAT32_BYTES),
+        MemoryItem(role="trainer", what="AdamW moments", num_bytes=2 * share * FLOAT32_BYTES),
+    ]
+    if spec.objective.kl_coef > 0:
+        items.append(MemoryItem(role="trainer", what="reference policy", num_bytes=stored))
+    items += [
+        MemoryItem(role="engine", what="weights", num_bytes=model.stored_bytes),
+        MemoryItem(role="engine", what="weights of the next version, while it arrives", num_bytes=model.stored_bytes),
+    ]
+    per_token = model.kv_bytes_per_token(_element_bytes(model))
+    if per_token is not None:
+        rows, tokens = _rows_per_engine(spec, amounts), _tokens_per_row(spec, model)
+        what = f"keys and values of {rows} rows of {tokens} tokens"
+        items.append(MemoryItem(role="engine", what=what, num_bytes=rows * tokens * per_token))
+    return tuple(items)
+
+
+def _element_bytes(model: ModelFolder) -> int:
+    """Bytes of an element of the dtype that most parameters have."""
+    return round(model.stored_bytes / model.parameters) if model.parameters else FLOAT32_BYTES
+
+
+def _rows_per_engine(spec: RunSpec, amounts: Amounts) -> int:
+    at_once = min(spec.rollout.max_concurrent, amounts.groups_started * spec.schedule.group_size)
+    return math.ceil(at_once / spec.placement.engines)
+
+
+def _tokens_per_row(spec: RunSpec, model: ModelFolder) -> int:
+    limit = spec.model.context_length or model.context_length
+    likely = PROMPT_TOKENS_GUESS + spec.rollout.sampling.max_tokens
+    return min(likely, limit) if limit else likely
+
+
+def _with_notes(plan: Plan, run: ResolvedRun) -> Plan:
+    notes: list[str] = []
+    placement = run.spec.placement
+    own = any(place.process == "its own" for place in plan.places)
+    slots = len({place.device for place in plan.places})
+    if plan.device == "cuda" and slots > plan.machine.devices:
+        notes.append(f"needs {slots} CUDA devices; this machine has {plan.machine.devices}")
+    if plan.device == "cuda" and placement.mode == "separate" and not own:
+        notes.append("placement.mode is separate, but this executor puts everything on one device")
+    limit = plan.machine.memory_bytes if plan.device == "cpu" else plan.machine.device_bytes
+    need = _need(plan)
+    if limit is not None and need > limit:
+        where = "this machine" if plan.device == "cpu" else "a device"
+        notes.append(f"the estimate of {show_bytes(need)} exceeds what {where} has ({show_bytes(limit)})")
+    if "tito_family" not in run.one:
+        notes.append("session.family is null: the one installed family that claims the checkpoint is taken at start")
+    return replace(plan, notes=tuple(notes))
+
+
+def _need(plan: Plan) -> int:
+    """Bytes on the fullest device, or of all together on CPU."""
+    on: dict[str, int] = {}
+    for place in plan.places:
+        on[place.device] = on.get(place.device, 0) + plan.bytes_of(place.role)
+    return max(on.values(), default=0)
+
+
+def show_bytes(count: int) -> str:
+    """``1.2 GiB``"""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.0f} {unit}" if unit == "B" or value >= 100 else f"{value:.1f} {unit}"
+
+
+def render(plan: Plan) -> str:
+    """The plan for a terminal."""
+    size = f"{plan.parameters / 1e6:,.1f} M parameters" if plan.parameters else "size unknown"
+    loads = [
+        (each.kind, each.name, f"{each.distribution} {each.version}".strip(), each.load) for each in plan.components
+    ]
+    places = [(f"{each.role} {each.index}", each.device, f"process: {each.process}") for each in plan.places]
+    memory = [(_ROLES[each.role], show_bytes(each.num_bytes), each.what) for each in plan.memory]
+    memory += [(_ROLES[role], show_bytes(plan.bytes_of(role)), "together") for role in _ROLES if plan.memory]
+    lines = [
+        f"run      {plan.name} in {plan.run_dir}",
+        f"model    {plan.model} ({size})",
+        f"machine  {_machine_text(plan.machine)}; device {plan.device}",
+        *_table("loads", loads),
+        *_table("places", places),
+        *_table("amounts", _amount_rows(plan.amounts)),
+        *_table("memory estimate, without activations", memory),
+        *_table("notes", [(note,) for note in plan.notes]),
+    ]
+    return "\n".join(lines)
+
+
+_ROLES = {"trainer": "each trainer rank", "engine": "each engine"}
+
+
+def _amount_rows(a: Amounts) -> list[tuple[str, str, str]]:
+    rows = [
+        ("steps", f"{a.steps:,}", f"{a.optimizer_steps:,} optimizer steps"),
+        ("trajectories a step", f"{a.trajectories_per_step:,}", f"{a.trajectories:,} in all"),
+        ("groups started a step", f"{a.groups_started:,}", "in the first wave"),
+        ("sampled tokens a step", f"{a.sampled_tokens_per_step:,}", "at most, with one completion each"),
+        ("checkpoints", f"{a.checkpoints:,}", ""),
+    ]
+    if a.evaluations:
+        rows.append(("evaluations", f"{a.evaluations:,}", f"{a.trajectories_per_evaluation:,} trajectories each"))
+    return rows
+
+
+def _machine_text(machine: Machine) -> str:
+    parts = [f"{machine.cpus} CPUs"]
+    if machine.memory_bytes:
+        parts.append(show_bytes(machine.memory_bytes))
+    if machine.devices:
+        each = f" of {show_bytes(machine.device_bytes)}" if machine.device_bytes else ""
+        parts.append(f"{machine.devices} CUDA devices{each}")
+    return ", ".join(parts)
+
+
+def _table(title: str, rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """A titled block of aligned columns; nothing when there are no rows."""
+    if not rows:
+        return []
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    body = ["  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows]
+    return ["", title, *(f"  {line}" for line in body)]

@@ -1,0 +1,75 @@
+"""`miles validate`, `miles schema` and `miles init` as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from miles_core.cli import main
+
+BAD = "name: x\nmodel: absent\nschedule: {steps: 3, grup_size: 4}\n"
+
+
+def test_every_problem_is_printed_and_the_exit_code_is_2(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(BAD)
+    result = CliRunner().invoke(main, ["validate", str(tmp_path / "run.yaml"), "--set", "seed=-1"])
+    assert result.exit_code == 2
+    assert "run.yaml:2" in result.stdout
+    assert "Did you mean `group_size`?" in result.stdout
+    assert "--set #1" in result.stdout
+    assert result.stdout.strip().endswith("nothing was started.")
+
+
+def test_json_is_for_machines(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(BAD)
+    result = CliRunner().invoke(main, ["validate", str(tmp_path / "run.yaml"), "--json"])
+    assert result.exit_code == 2
+    report = json.loads(result.stdout)
+    assert not report["ok"]
+    lines = {problem["path"]: problem["line"] for problem in report["problems"]}
+    assert (lines["model.path"], lines["schedule.grup_size"]) == (2, 3)
+
+
+def test_a_missing_file_is_a_problem_too(tmp_path: Path) -> None:
+    result = CliRunner().invoke(main, ["validate", str(tmp_path / "absent.yaml")])
+    assert result.exit_code == 2
+    assert "miles init" in result.stdout
+
+
+def test_the_schema_is_json() -> None:
+    result = CliRunner().invoke(main, ["schema"])
+    assert result.exit_code == 0
+    assert json.loads(result.stdout)["$schema"].startswith("http://json-schema.org/draft-07")
+
+
+def test_init_writes_files_that_lack_only_what_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = CliRunner().invoke(main, ["init", "my run"])
+    assert made.exit_code == 0, made.output
+    assert sorted(path.name for path in (tmp_path / "my run").iterdir()) == ["reward.py", "run.yaml", "train.jsonl"]
+    monkeypatch.chdir(tmp_path / "my run")
+    result = CliRunner().invoke(main, ["validate", "run.yaml", "--json"])
+    problems = json.loads(result.stdout)["problems"]
+    assert {problem["path"] for problem in problems} <= {"model.path", "backend", "engine", "transport"}
+    again = CliRunner().invoke(main, ["init"])
+    assert again.exit_code == 2
+    assert "exists already" in again.stderr
+
+
+@pytest.mark.parametrize("command", [["validate", "run.yaml"], ["schema"], ["init", "new"]])
+def test_no_heavy_library_is_imported(tmp_path: Path, command: list[str]) -> None:
+    (tmp_path / "run.yaml").write_text(BAD)
+    code = (
+        "import sys\nfrom miles_core.cli import main\n"
+        f"try:\n    main({command!r})\nexcept SystemExit:\n    pass\n"
+        "found = {'torch', 'ray', 'transformers', 'numpy'} & set(sys.modules)\nassert not found, found\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

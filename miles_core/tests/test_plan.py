@@ -1,0 +1,155 @@
+"""The plan's arithmetic, by hand on a model folder of known size."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from miles_core.capability import Capability
+from miles_core.config.resolve import Resolved, ResolvedRun
+from miles_core.config.spec import RunSpec
+from miles_core.plan import Machine, Plan, derive_run_dir, local_machine, make_plan, render, show_bytes
+
+SMALL = Machine(cpus=2, memory_bytes=2**30)
+GPUS = Machine(cpus=8, memory_bytes=2**36, devices=2, device_bytes=2**36)
+PARAMETERS = 1000
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """1000 bfloat16 parameters in two files; 3 layers of 1 KV head of 4."""
+    config = {
+        "hidden_size": 8,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 3,
+        "max_position_embeddings": 600,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    weight_map = {}
+    for name, shape in (("a", [20, 40]), ("b", [200])):
+        header = json.dumps({name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}}).encode()
+        (tmp_path / f"{name}.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        weight_map[name] = f"{name}.safetensors"
+    (tmp_path / "unused.safetensors").write_bytes(b"not in the index")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return tmp_path
+
+
+def run(model: Path, *, tags: frozenset[str] = frozenset(), **sections: Any) -> ResolvedRun:
+    raw = {"name": "x", "model": str(model), "schedule": {"steps": 10}, **sections}
+    executor = Resolved(
+        kind="executor",
+        capability=Capability(name="some", summary="", load="some.module:Some", provides=tags),
+        distribution="miles-some",
+        version="1.0",
+        options=None,
+    )
+    return ResolvedRun(spec=RunSpec.model_validate(raw), one={"executor": executor}, many={})
+
+
+def sizes(plan: Plan, role: str) -> dict[str, int]:
+    return {item.what: item.num_bytes for item in plan.memory if item.role == role}
+
+
+def test_amounts_follow_the_schedule(model: Path) -> None:
+    made = make_plan(
+        run(
+            model,
+            schedule={"steps": 10, "groups_per_step": 5, "group_size": 4, "minibatches": 2},
+            rollout={"over_sample": 1.3, "sampling": {"max_tokens": 7}},
+            eval={"every_steps": 4, "prompts": 6, "samples_per_prompt": 2, "sampling": {"temperature": 1.0}},
+            checkpoint={"every_steps": 3},
+        ),
+        SMALL,
+    ).amounts
+    assert (made.steps, made.optimizer_steps) == (10, 20)
+    assert (made.trajectories_per_step, made.trajectories) == (20, 200)
+    assert made.groups_started == 7  # 6.5, rounded up
+    assert made.sampled_tokens_per_step == 7 * 4 * 7
+    assert (made.evaluations, made.trajectories_per_evaluation) == (4, 12)  # before the first, 4, 8, 10
+    assert made.checkpoints == 4  # 3, 6, 9, 10
+
+
+def test_without_evaluation_and_interim_checkpoints_there_is_one_save(model: Path) -> None:
+    made = make_plan(run(model), SMALL).amounts
+    assert (made.evaluations, made.trajectories_per_evaluation, made.checkpoints) == (0, 0, 1)
+
+
+def test_trainer_memory_is_sharded_and_counts_the_reference(model: Path) -> None:
+    one = make_plan(run(model), SMALL)
+    assert sizes(one, "trainer") == {
+        "float32 master weights": 4 * PARAMETERS,
+        "float32 gradients": 4 * PARAMETERS,
+        "AdamW moments": 8 * PARAMETERS,
+    }
+    assert one.bytes_of("trainer") == 16 * PARAMETERS
+    three = make_plan(run(model, placement={"trainer_ranks": 3}, objective={"kl_coef": 0.1}), SMALL)
+    assert sizes(three, "trainer")["float32 master weights"] == 4 * 334
+    assert sizes(three, "trainer")["reference policy"] == 667
+
+
+def test_engine_memory_counts_rows_at_once_over_the_engines(model: Path) -> None:
+    spec = {"schedule": {"steps": 1, "groups_per_step": 3, "group_size": 3}, "placement": {"engines": 2}}
+    made = sizes(make_plan(run(model, rollout={"sampling": {"max_tokens": 50}}, **spec), SMALL), "engine")
+    # 9 rows over 2 engines; 512 + 50 tokens; 2 * 3 layers * 1 head * 4 * 2 bytes a token
+    assert made["keys and values of 5 rows of 562 tokens"] == 5 * 562 * 48
+    assert made["weights"] == 2 * PARAMETERS
+    capped = {"rollout": {"max_concurrent": 4, "sampling": {"max_tokens": 200}}, **spec}
+    assert "keys and values of 2 rows of 600 tokens" in sizes(make_plan(run(model, **capped), SMALL), "engine")
+
+
+def test_places_share_or_split_devices(model: Path) -> None:
+    own = frozenset({"places-processes"})
+    split = {"placement": {"mode": "separate", "trainer_ranks": 2, "engines": 1}}
+    made = make_plan(run(model, tags=own, **split), GPUS)
+    assert [(p.role, p.index, p.device, p.process) for p in made.places] == [
+        ("trainer", 0, "cuda:0", "its own"),
+        ("trainer", 1, "cuda:1", "its own"),
+        ("engine", 0, "cuda:2", "its own"),
+    ]
+    assert "needs 3 CUDA devices; this machine has 2" in made.notes
+    shared = make_plan(run(model, tags=own, placement={"trainer_ranks": 2, "engines": 2}), GPUS)
+    assert [p.device for p in shared.places] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert {p.device for p in make_plan(run(model), SMALL).places} == {"cpu"}
+    assert {p.device for p in make_plan(run(model, placement={"device": "cpu"}), GPUS).places} == {"cpu"}
+
+
+def test_too_little_memory_is_noted_before_anything_starts(model: Path) -> None:
+    tiny = replace(SMALL, memory_bytes=16 * PARAMETERS + 1)
+    assert any("exceeds what this machine has" in note for note in make_plan(run(model), tiny).notes)
+    assert not any("exceeds" in note for note in make_plan(run(model), SMALL).notes)
+
+
+def test_the_plan_lists_what_is_loaded_and_is_json(model: Path) -> None:
+    made = make_plan(run(model), SMALL)
+    text = render(made)
+    assert "executor  some  miles-some 1.0  some.module:Some" in text
+    assert "trainer 0  cpu  process: driver" in text
+    assert json.loads(json.dumps(made.as_json()))["amounts"]["trajectories"] == 640
+    assert max(len(line) for line in text.splitlines()) < 120 + len(str(model))
+
+
+def test_the_same_run_gives_the_same_plan(model: Path) -> None:
+    assert make_plan(run(model), SMALL) == make_plan(run(model), SMALL)
+
+
+def test_the_run_directory_is_named_after_the_run(model: Path) -> None:
+    assert derive_run_dir(run(model, tracking={"dir": "out"}).spec) == Path("out/x")
+
+
+def test_this_machine_is_described() -> None:
+    here = local_machine()
+    assert here.cpus >= 1
+    assert here.memory_bytes is None or here.memory_bytes > 2**26
+
+
+@pytest.mark.parametrize(
+    ("count", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (2**30, "1.0 GiB"), (300 * 2**20, "300 MiB")]
+)
+def test_bytes_read_well(count: int, text: str) -> None:
+    assert show_bytes(count) == text
