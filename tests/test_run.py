@@ -18,7 +18,15 @@ if TYPE_CHECKING:
 def test_a_run_writes_what_it_promises_and_the_same_seed_gives_the_same_metrics(workspace: Workspace) -> None:
     workspace.train()
     first = (workspace.directory() / "metrics.jsonl").read_bytes()
-    for name in ("run.yaml", "run.source.yaml", "env.json", "plan.json", "timings.jsonl", "events.jsonl", "report.html"):
+    for name in (
+        "run.yaml",
+        "run.source.yaml",
+        "env.json",
+        "plan.json",
+        "timings.jsonl",
+        "events.jsonl",
+        "report.html",
+    ):
         assert (workspace.directory() / name).stat().st_size > 0, name
     assert len(list((workspace.directory() / "rollouts").glob("step_*.parquet"))) == 4
     lines = workspace.lines()
@@ -65,7 +73,9 @@ def test_ctrl_c_once_saves_and_twice_stops_now(workspace: Workspace, signals: in
     from .conftest import environment
 
     command = workspace.command(overrides={"schedule.steps": 500, "checkpoint.every_steps": 400})
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()) as run:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as run:
         metrics = workspace.directory() / "metrics.jsonl"
         deadline = time.monotonic() + 120
         while not (metrics.exists() and metrics.read_text().count("\n") >= 2):

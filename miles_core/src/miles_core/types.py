@@ -304,9 +304,10 @@ class TrainBatch:
         tokens = np.concatenate(
             [np.arange(starts[s], starts[s] + self.lengths[s]) for s in picked] or [np.zeros(0, np.int64)]
         )
-        per_sequence = {name: getattr(self, name)[picked] for name in PER_SEQUENCE}
-        per_token = {name: None if getattr(self, name) is None else getattr(self, name)[tokens] for name in PER_TOKEN}
-        return TrainBatch(**per_sequence, **per_token)
+        changes: dict[str, Any] = {name: getattr(self, name)[picked] for name in PER_SEQUENCE}
+        present = (name for name in PER_TOKEN if getattr(self, name) is not None)
+        changes |= {name: getattr(self, name)[tokens] for name in present}
+        return replace(self, **changes)
 
 
 PER_SEQUENCE = ("lengths", "group_ids", "rewards", "temperatures")

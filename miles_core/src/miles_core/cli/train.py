@@ -15,9 +15,7 @@ import click
 @click.option("--fresh", is_flag=True, help="Keep an earlier run of this name aside and start anew.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved plan and take nothing.")
 @click.option("--plain", is_flag=True, help="One line a step instead of the live display.")
-def command(
-    run_file: Path, overrides: tuple[str, ...], resume: bool, fresh: bool, dry_run: bool, plain: bool
-) -> None:
+def command(run_file: Path, overrides: tuple[str, ...], resume: bool, fresh: bool, dry_run: bool, plain: bool) -> None:
     """Train as RUN_FILE says. Ctrl-C finishes the step and saves; twice stops now."""
     from miles_core import plan as plans
     from miles_core.config.load import load

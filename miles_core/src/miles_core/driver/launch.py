@@ -61,9 +61,7 @@ def train(
         directory.close()
 
 
-def _claim(
-    directory: RunDir, resolved: ResolvedRun, *, resume: bool, fresh: bool, say: Callable[[str], None]
-) -> None:
+def _claim(directory: RunDir, resolved: ResolvedRun, *, resume: bool, fresh: bool, say: Callable[[str], None]) -> None:
     """Take the directory, or refuse when it holds another run."""
     if directory.exists() and not resume and not fresh:
         raise RunError(
@@ -85,9 +83,7 @@ def _claim(
         directory.open()
 
 
-def _run(
-    resolved: ResolvedRun, registry: Registry, directory: RunDir, display: Display, *, resume: bool
-) -> int:
+def _run(resolved: ResolvedRun, registry: Registry, directory: RunDir, display: Display, *, resume: bool) -> int:
     spec = resolved.spec
     recorder = Recorder(
         directory,

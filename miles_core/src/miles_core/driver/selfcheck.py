@@ -1,6 +1,6 @@
 """The graded self-check: each grade uses one more piece than the last, so the first failure names the piece at fault.
 
-    environment -> trainer on made-up data -> engine alone -> one toy step end to end
+environment -> trainer on made-up data -> engine alone -> one toy step end to end
 """
 
 from __future__ import annotations
@@ -88,9 +88,7 @@ def _run(name: str, grade: Callable[[], str], remedy: str) -> Outcome:
     except Exception as error:  # noqa: BLE001 — whatever a grade raises is its outcome
         do = error.do if isinstance(error, MilesError) else None
         detail, ok, remedy = f"{type(error).__name__}: {error}", False, do or remedy
-    return Outcome(
-        name=name, ok=ok, seconds=time.monotonic() - started, detail=detail, remedy=None if ok else remedy
-    )
+    return Outcome(name=name, ok=ok, seconds=time.monotonic() - started, detail=detail, remedy=None if ok else remedy)
 
 
 class _Check:
@@ -105,7 +103,7 @@ class _Check:
 
         registry = discover()
         bad = [f"{entry.kind} {entry.name}: {entry.state}" for entry in registry.entries() if entry.state == "broken"]
-        bad += [f"{plugin.name}: {plugin.detail}" for plugin in registry.plugins if plugin.state == "broken"]
+        bad += [f"{plugin.name}: {plugin.reason}" for plugin in registry.plugins if plugin.state == "broken"]
         if bad:
             raise RunError("a plugin is broken", found="; ".join(bad), do="miles plugins list shows why")
         free_gib = shutil.disk_usage(self.folder).free / 2**30

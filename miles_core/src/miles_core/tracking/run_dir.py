@@ -1,12 +1,12 @@
 """The run directory: who owns it, what is in it, and lines that are whole or absent.
 
-    run.yaml          resolved, every default written out        env.json    versions and machine
-    run.source.yaml   as given, with its overrides               plan.json   who runs where
-    LOCK              held while a process runs here             logs/       one file a process
-    metrics.jsonl     one object a step; a function of run-file and seed, compared bit for bit
-    timings.jsonl     one object a step; everything the wall clock decides
-    events.jsonl      start, resume, publish, save, eval, alarm, stop
-    rollouts/step_000012.parquet    checkpoints/step_000012/    report.html
+run.yaml          resolved, every default written out        env.json    versions and machine
+run.source.yaml   as given, with its overrides               plan.json   who runs where
+LOCK              held while a process runs here             logs/       one file a process
+metrics.jsonl     one object a step; a function of run-file and seed, compared bit for bit
+timings.jsonl     one object a step; everything the wall clock decides
+events.jsonl      start, resume, publish, save, eval, alarm, stop
+rollouts/step_000012.parquet    checkpoints/step_000012/    report.html
 """
 
 from __future__ import annotations
