@@ -7,7 +7,7 @@ small JSON index, which pyarrow reads.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -107,7 +107,7 @@ def _refuse_constant(name: str) -> Any:
 # --- Parquet and Arrow ------------------------------------------------------------------------------------------------
 
 
-def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Row | RowProblem]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -122,7 +122,7 @@ def _parquet_rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         raise DataError("Parquet file cannot be read", found=str(error), where=str(path)) from error
 
 
-def _folder_rows(folder: Path, split: Split, columns: Sequence[str]) -> Iterator[Row]:
+def _folder_rows(folder: Path, split: Split, columns: Sequence[str]) -> Iterator[Row | RowProblem]:
     import pyarrow as pa
 
     chosen = _split_folder(folder, split)
@@ -140,13 +140,40 @@ def _folder_rows(folder: Path, split: Split, columns: Sequence[str]) -> Iterator
             raise DataError("Arrow file cannot be read", found=str(error), where=str(file)) from error
 
 
-def _batch_rows(batch: Any, path: Path, done_in_file: int, done: int | None = None) -> Iterator[Row]:
+def _batch_rows(batch: Any, path: Path, done_in_file: int, done: int | None = None) -> Iterator[Row | RowProblem]:
     done = done_in_file if done is None else done
     names = batch.schema.names
+    decoders = [_json_decoder(field.type) for field in batch.schema]
     lists = [column.to_pylist() for column in batch.columns]
     for index in range(batch.num_rows):
-        values = {name: column[index] for name, column in zip(names, lists, strict=True)}
-        yield Row(where=f"{path}:{done_in_file + index + 1}", number=done + index + 1, values=values, typed=True)
+        where = f"{path}:{done_in_file + index + 1}"
+        try:
+            values = {
+                name: decode(column[index]) if decode else column[index]
+                for name, column, decode in zip(names, lists, decoders, strict=True)
+            }
+        except ValueError as error:
+            yield RowProblem(where=where, message=f"a JSON column holds no JSON: {error}")
+        else:
+            yield Row(where=where, number=done + index + 1, values=values, typed=True)
+
+
+def _json_decoder(kind: Any) -> Callable[[Any], Any] | None:
+    """Turn values of an Arrow type into plain ones where it holds JSON text (`arrow.json`), or None where not."""
+    import pyarrow as pa
+
+    if getattr(kind, "extension_name", None) == "arrow.json":
+        return lambda text: None if text is None else json.loads(text, parse_constant=_refuse_constant)
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        item = _json_decoder(kind.value_type)
+        return item and (lambda values: None if values is None else [item(value) for value in values])
+    if pa.types.is_struct(kind):
+        inside = {field.name: decode for field in kind if (decode := _json_decoder(field.type))}
+        if inside:
+            return lambda values: (
+                values and {name: inside[name](value) if name in inside else value for name, value in values.items()}
+            )
+    return None
 
 
 def _split_folder(folder: Path, split: Split) -> Path:

@@ -10,32 +10,44 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
-
-import numpy as np
+from typing import Any, Protocol
 
 from miles_core import watch
-from miles_core.errors import ContractError, EngineError, PluginError, RewardError, SessionError
+from miles_core.errors import ContractError, PluginError, RewardError
 from miles_core.kinds.environment import Completion, Environment, EpisodeResult, SessionHandle
 from miles_core.kinds.reward import Scored
 from miles_core.rollout.rewards import RewardPool, RewardTimeout
-from miles_core.types import Boundary, Failure, FinishReason, Message, Prompt, SamplingParams, Status, Tool, Trajectory
+from miles_core.session.assembly import assemble as assemble_linear
+from miles_core.types import Boundary, Failure, Message, Prompt, SamplingParams, Status, Tool, Trajectory
+
+SCORED = (Status.COMPLETED, Status.TRUNCATED)
+"""How an attempt ends that is worth a reward; every other one is infrastructure's doing."""
 
 
 class RecordedSession(SessionHandle, Protocol):
-    """A session as the rollout sees it: beside asking for completions, it can be read out."""
+    """A session as the rollout sees it: beside asking for completions, it can be read out (by `Assemble`) and
+    closed."""
 
-    def trajectory(self, *, prompt_id: str, status: Status) -> Trajectory:
-        """The row the session recorded so far, unscored; with no turn yet, an empty row."""
+    @property
+    def failure(self) -> Failure | None:
+        """Why the latest engine call failed; None once a later one succeeds."""
         ...
 
     def close(self) -> None: ...
 
 
-class SessionFactory(Protocol):
+class Sessions(Protocol):
     def open(self, session_id: str, params: SamplingParams) -> RecordedSession: ...
+
+
+class Assemble(Protocol):
+    """The trajectory of a session, whatever happened to it; see `session.assembly.assemble`."""
+
+    def __call__(
+        self, session: Any, *, prompt_id: str, error: BaseException | None, metadata: Mapping[str, Any]
+    ) -> Trajectory: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,13 +88,21 @@ class Episodes:
     """Runs attempts; holds what they all share."""
 
     def __init__(
-        self, *, environment: Environment, sessions: SessionFactory, rewards: RewardPool, seed: int, timeout_s: float
+        self,
+        *,
+        environment: Environment,
+        sessions: Sessions,
+        rewards: RewardPool,
+        seed: int,
+        timeout_s: float,
+        assemble: Assemble = assemble_linear,
     ) -> None:
         self._environment = environment
         self._sessions = sessions
         self._rewards = rewards
         self._seed = seed
         self._timeout_s = timeout_s
+        self._assemble = assemble
 
     async def generate(self, prompt: Prompt, params: SamplingParams, key: EpisodeKey) -> Generated:
         """Run the environment to its end or its deadline.
@@ -90,35 +110,32 @@ class Episodes:
         Raises:
             ContractError, PluginError: the session or a plugin is broken; no retry mends that.
         """
-        params = replace(params, seed=key.seed(self._seed, prompt.id))
-        session = self._sessions.open(key.session_id, params)
-        observed = _Observed(session)
+        session = self._sessions.open(key.session_id, replace(params, seed=key.seed(self._seed, prompt.id)))
         try:
-            result, failure = await self._run(prompt, observed, key)
-            status = Status.FAILED if failure else observed.status
-            trajectory = session.trajectory(prompt_id=prompt.id, status=status)
+            watched = _Watched(session)
+            result, error = await self._run(prompt, watched, key)
+            facts = {} if result is None else dict(result.metadata)
+            own = {"sample": key.sample, "attempt": key.attempt}
+            trajectory = self._assemble(session, prompt_id=prompt.id, error=error, metadata={**facts, **own})
+            failure = watched.timeout or session.failure
+            if failure is not None and trajectory.status is not Status.ABORTED:
+                # Whether the environment let the engine's error through, wrapped it or swallowed it: the row lacks a
+                # turn that the episode asked for.
+                trajectory = replace(trajectory, status=Status.FAILED, failure=failure)
         finally:
             session.close()
-        facts = {} if result is None else dict(result.metadata)
-        trajectory = replace(
-            trajectory,
-            failure=failure,
-            metadata={**facts, "turns": observed.turns, "sample": key.sample, "attempt": key.attempt},
-        )
-        if failure is None and not trajectory.sampled.any() and status is not Status.ABORTED:
-            failure = Failure(boundary=Boundary.ENVIRONMENT, message="the episode ended without a sampled token")
-            trajectory = replace(trajectory, status=Status.FAILED, failure=failure)
         trajectory.check()
-        if trajectory.status in (Status.FAILED, Status.ABORTED) or result is None:
+        watch.progress()
+        if trajectory.status not in SCORED:
             return Generated(trajectory=trajectory, scored=None, own_reward=None)
         scored = Scored(
             prompt=prompt,
             messages=trajectory.messages,
-            response=observed.response,
+            response=_response(trajectory.messages),
             truncated=trajectory.status is Status.TRUNCATED,
             metadata=facts,
         )
-        return Generated(trajectory=trajectory, scored=scored, own_reward=result.reward)
+        return Generated(trajectory=trajectory, scored=scored, own_reward=None if result is None else result.reward)
 
     async def score(self, generated: Generated) -> Trajectory:
         """The trajectory with its reward, or failed(reward)."""
@@ -139,92 +156,56 @@ class Episodes:
         return trajectory.with_reward((reward or 0.0) + (own or 0.0), reward_parts=parts)
 
     async def _run(
-        self, prompt: Prompt, observed: _Observed, key: EpisodeKey
-    ) -> tuple[EpisodeResult | None, Failure | None]:
-        result: EpisodeResult | None = None
-        failure: Failure | None = None
+        self, prompt: Prompt, watched: _Watched, key: EpisodeKey
+    ) -> tuple[EpisodeResult | None, Exception | None]:
+        """What the environment reported, or what it raised."""
         who = f"sample {key.sample} of prompt {prompt.id} ({key.purpose} step {key.step})"
         try:
             with watch.waiting(who, on=f"environment {type(self._environment).__name__}"):
                 async with asyncio.timeout(self._timeout_s) as deadline:
-                    result = await self._environment.run(prompt, observed)
+                    result = await self._environment.run(prompt, watched)
         except TimeoutError as error:
             if deadline.expired():
-                boundary = Boundary.ENGINE if observed.completing else Boundary.ENVIRONMENT
-                message = f"passed its deadline of {self._timeout_s:g} s in the {boundary}"
-                return None, Failure(boundary=boundary, message=message, timed_out=True)
-            failure = _failure(Boundary.ENVIRONMENT, error)
+                watched.ran_out(self._timeout_s)
+            return None, error
         except (ContractError, PluginError):
             raise
         except Exception as error:  # noqa: BLE001 - the episode boundary: fails this attempt, not the run
-            failure = _failure(Boundary.ENVIRONMENT, error)
-        if failure is None and not isinstance(result, EpisodeResult):
-            found = type(result).__name__
-            failure = Failure(boundary=Boundary.ENVIRONMENT, message=f"run returned {found}, not an EpisodeResult")
-        # What the session itself raised comes first, whether the environment let it through, wrapped it or swallowed
-        # it: the row lacks a turn the episode asked for.
-        failure = observed.failure or failure
-        watch.progress()
-        return (None if failure else result), failure
+            return None, error
+        if not isinstance(result, EpisodeResult):
+            return None, TypeError(f"the environment's run returned {type(result).__name__}, not an EpisodeResult")
+        return result, None
 
 
-class _Observed:
-    """The session an environment gets: notes where a failure came from and how the last turn ended."""
+class _Watched:
+    """The session an environment gets: knows whether an answer is awaited, so that a deadline can say who was late."""
 
     def __init__(self, session: SessionHandle) -> None:
         self._session = session
-        self.completing = 0
-        self.turns = 0
-        self.failure: Failure | None = None
-        self._last: Completion | None = None
+        self._late: Boundary = Boundary.ENVIRONMENT
+        self.timeout: Failure | None = None
 
     async def complete(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Completion:
-        self.completing += 1
+        # Not reset when the call is cancelled: that is how a deadline ends it.
+        self._late = Boundary.ENGINE
         try:
             completion = await self._session.complete(messages, tools)
-        except EngineError as error:
-            self.failure = self.failure or _failure(Boundary.ENGINE, error)
+        except Exception:
+            self._late = Boundary.ENVIRONMENT
             raise
-        except SessionError as error:
-            self.failure = self.failure or _failure(Boundary.HARNESS, error)
-            raise
-        finally:
-            self.completing -= 1
-        self.turns += 1
-        self._last = completion
+        self._late = Boundary.ENVIRONMENT
         return completion
 
-    @property
-    def status(self) -> Status:
-        reason = None if self._last is None else self._last.finish_reason
-        if reason is FinishReason.ABORT:
-            return Status.ABORTED
-        return Status.TRUNCATED if reason is FinishReason.LENGTH else Status.COMPLETED
-
-    @property
-    def response(self) -> str:
-        return "" if self._last is None else self._last.message.content
+    def ran_out(self, timeout_s: float) -> None:
+        message = f"the episode passed its deadline of {timeout_s:g} s, waiting for the {self._late}"
+        self.timeout = Failure(boundary=self._late, message=message, timed_out=True)
 
 
-def _failure(boundary: Boundary, error: BaseException) -> Failure:
-    return Failure(boundary=boundary, message=f"{type(error).__name__}: {error}")
+def _response(messages: Sequence[Message]) -> str:
+    """Text of the last assistant message."""
+    return next((message.content for message in reversed(messages) if message.role == "assistant"), "")
 
 
 def _failed(trajectory: Trajectory, boundary: Boundary, message: str, *, timed_out: bool = False) -> Trajectory:
     failure = Failure(boundary=boundary, message=message, timed_out=timed_out)
     return replace(trajectory, status=Status.FAILED, failure=failure, reward=None)
-
-
-def empty_trajectory(*, prompt_id: str, session_id: str, temperature: float, status: Status) -> Trajectory:
-    """A row without tokens: an attempt that failed before anything was rendered."""
-    return Trajectory(
-        prompt_id=prompt_id,
-        session_id=session_id,
-        token_ids=np.zeros(0, np.int32),
-        sampled=np.zeros(0, np.bool_),
-        loss_mask=np.zeros(0, np.bool_),
-        logprobs=np.zeros(0, np.float32),
-        spans=(),
-        temperature=temperature,
-        status=status,
-    )

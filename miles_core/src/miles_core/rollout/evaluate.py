@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from miles_core import watch
 from miles_core.config.spec import EvalSpec
 from miles_core.errors import RunError
-from miles_core.rollout.episode import EpisodeKey, Episodes
+from miles_core.rollout.episode import SCORED, EpisodeKey, Episodes
 from miles_core.rollout.scheduler import first_error, sampling_params
 from miles_core.rollout.tally import part_means
 from miles_core.types import Boundary, Prompt, SamplingParams, Status, Trajectory
@@ -60,7 +60,7 @@ async def _sample(
         async with gate:
             generated = await episodes.generate(prompt, params, key)
         trajectory = await episodes.score(generated)
-        if trajectory.status in (Status.COMPLETED, Status.TRUNCATED):
+        if trajectory.status in SCORED:
             break
     return trajectory
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import ctypes
-import importlib
-import importlib.util
 import inspect
 import json
 import math
@@ -21,8 +19,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, BinaryIO
+
+from miles_core.registry import load_target
 
 HEADER_BYTES = 4
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -36,7 +35,10 @@ def main() -> None:
     rewards = []
     try:
         for load, options in _receive(calls):
-            rewards.append((load_function(load), options))
+            function = load_target(load)
+            if not callable(function):
+                raise TypeError(f"{load} is a {type(function).__name__}, not a function")
+            rewards.append((function, options))
     except BaseException as error:  # noqa: BLE001 - other people's module code; the pool raises it as a PluginError
         _send(verdicts, {"error": f"{type(error).__name__}: {error}", "trace": _trace()})
         return
@@ -90,27 +92,6 @@ def _number(value: Any, what: str) -> float:
 
 def _trace() -> str:
     return traceback.format_exc()[-MAX_TRACE_CHARS:]
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """The function that ``module:attr`` or ``folder/file.py:attr`` names."""
-    source, _, attribute = path.rpartition(":")
-    if source.endswith(".py"):
-        name = f"_miles_reward_{Path(source).stem}"
-        spec = importlib.util.spec_from_file_location(name, source)
-        if spec is None or spec.loader is None:
-            raise ImportError(f"{source} cannot be imported")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module  # dataclasses and pickle look a class's module up there
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(source)
-    target: Any = module
-    for part in attribute.split("."):
-        target = getattr(target, part)
-    if not callable(target):
-        raise TypeError(f"{path} is a {type(target).__name__}, not a function")
-    return target  # type: ignore[no-any-return]
 
 
 # --- the two pipes ----------------------------------------------------------------------------------------------------

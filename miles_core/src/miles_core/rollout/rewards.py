@@ -26,7 +26,7 @@ from miles_core.rollout.reward_worker import HEADER_BYTES
 
 STARTUP_S = 120.0
 """Deadline for a worker to import its rewards: a large grader on a loaded machine takes tens of seconds."""
-GRACE_S = 1.0
+GRACE_S = 0.5
 """What the driver waits beyond the deadline for a verdict under way: the worker's own clock decides."""
 
 
@@ -49,7 +49,7 @@ class RewardSpec:
     name: str
     """Prefix of its parts; unique in the run."""
     load: str
-    """``module:attr`` or ``file.py:fn``."""
+    """``module:attr`` or ``/absolute/file.py:fn``, as `registry.resolve` gives it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of every call; picklable."""
     weight: float = 1.0
@@ -243,9 +243,8 @@ class _Worker:
             return
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # the group outlives its leader while a child is left
-        if process.stdin is not None:
-            process.stdin.close()
-        await asyncio.shield(process.wait())
+        # Shielded: a second cancellation must not leave a zombie and two open pipes behind.
+        await asyncio.shield(asyncio.ensure_future(_reap(process)))
 
     async def _send(self, process: asyncio.subprocess.Process, message: Any) -> None:
         body = pickle.dumps(message)
@@ -258,6 +257,18 @@ class _Worker:
 
     def _names(self) -> str:
         return "rewards " + ", ".join(f"{spec.name} ({spec.load})" for spec in self._rewards)
+
+
+async def _reap(process: asyncio.subprocess.Process) -> None:
+    """Wait until the killed process and both its pipes are gone, so that nothing is left to the event loop's end."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    process.stdin.close()
+    while await process.stdout.read(1 << 16):
+        pass
+    await process.wait()
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+        await process.stdin.wait_closed()
 
 
 async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:

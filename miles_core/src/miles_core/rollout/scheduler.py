@@ -22,9 +22,9 @@ from miles_core import watch
 from miles_core.config.spec import RolloutSpec, SamplingSpec
 from miles_core.data.order import Draw, PromptStream
 from miles_core.errors import PluginError, RunError
-from miles_core.rollout.episode import EpisodeKey, Episodes
+from miles_core.rollout.episode import SCORED, EpisodeKey, Episodes
 from miles_core.rollout.tally import Tally
-from miles_core.types import Group, SamplingParams, Status, Trajectory
+from miles_core.types import Group, SamplingParams, Trajectory
 
 NO_TRAINABLE = "no_trainable"
 """Reason for a group of which every trajectory failed."""
@@ -51,6 +51,8 @@ class Collected:
     """Under ``rollout/``; what the aborted surplus had cost, which depends on the clock."""
     rewards: tuple[float, ...]
     """Of every scored trajectory of every judged group, dropped ones included."""
+    failures: Mapping[str, str]
+    """What the last failure at each boundary said, for the log."""
 
 
 def sampling_params(spec: SamplingSpec) -> SamplingParams:
@@ -97,7 +99,11 @@ async def collect(
         await wave.run(draws, needed, accept)
         if len(accepted) == groups:
             return Collected(
-                groups=tuple(accepted), stats=tally.stats(accepted), wasted=tally.wasted(), rewards=tuple(tally.rewards)
+                groups=tuple(accepted),
+                stats=tally.stats(accepted),
+                wasted=tally.wasted(),
+                rewards=tuple(tally.rewards),
+                failures=tally.last_failures(),
             )
     raise _too_few(step, len(accepted), groups, tally, spec)
 
@@ -222,7 +228,7 @@ class _Wave:
                 self._changed.set()
             trajectory = await self._episodes.score(generated)
             run.attempts.append(trajectory)
-            if trajectory.status in (Status.COMPLETED, Status.TRUNCATED) or attempt == self._spec.retries:
+            if trajectory.status in SCORED or attempt == self._spec.retries:
                 run.samples[index] = trajectory
                 run.unscored -= 1
                 self._changed.set()
