@@ -1,5 +1,7 @@
 """Options of the transports."""
 
+from typing import Literal
+
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
 
 
@@ -17,3 +19,5 @@ class BroadcastOptions(BaseModel):
     """Address of the driver's host as trainer and engines reach it; the meeting point binds a free port on it."""
     timeout_s: PositiveFloat = 300.0
     """Seconds one side waits for the other's next bucket, the trainer's export of it included."""
+    wire: Literal["auto", "gloo", "nccl"] = "auto"
+    """nccl needs a GPU of its own for each party; auto takes it where that holds, else gloo through host memory."""

@@ -183,9 +183,9 @@ class TransportConformance:
             await self._next_version_arrives(connected, 4)
 
     async def test_cancelling_a_publish_frees_both_ends(self) -> None:
-        async with self.connected(options=RecordingOptions(export_delay_s=0.2)) as connected:
+        async with self.connected(options=RecordingOptions(export_delay_s=0.05)) as connected:
             task = asyncio.create_task(connected.transport.publish(0))
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(0.08)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 async with asyncio.timeout(self.deadline_s):

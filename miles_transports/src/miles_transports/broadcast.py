@@ -1,0 +1,197 @@
+"""Transport `broadcast`: rank 0 of the trainer sends every bucket to all engines through one collective.
+
+For each bucket:
+
+    engines   say that they are ready                     (store)
+    trainer   waits for all, then says what is coming     (store: layout as JSON)
+    all       broadcast one block of bytes                (gloo or NCCL)
+
+Whatever fails, the driver ends the attempt in the store, and every wait of every party looks there: nobody sits in a
+collective that will never complete. The next publish gets a fresh process group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from miles_core.errors import TransportError
+from miles_core.kinds.engine import Engine
+from miles_core.kinds.transport import Staged, WeightSource
+from miles_core.types import WeightBucket
+from miles_core.watch import waiting
+from miles_core.weights.staging import stage
+
+from miles_transports.group import BroadcastGroup, Wire
+from miles_transports.meeting import Address, Meeting
+from miles_transports.options import BroadcastOptions
+from miles_transports.packing import Layout, layout_of, pack, unpack
+
+
+class _Party:
+    """What sender and receivers share: the meeting, and the group that the driver wants in use."""
+
+    def __init__(self, address: Address, rank: int) -> None:
+        self.name = "trainer" if rank == 0 else f"engine {rank - 1}"
+        self._address = address
+        self._rank = rank
+        self.meeting = Meeting.join(address, self.name)
+        self._group: BroadcastGroup | None = None
+        self.meeting.tell(f"device/{self.name}", _device_id())
+
+    def group(self) -> BroadcastGroup:
+        generation = cast(int, self.meeting.told("generation"))
+        if self._group is None or self._group.generation != generation:
+            wire = cast(Wire, self.meeting.told("wire"))
+            self._group = BroadcastGroup(self.meeting, self._address, rank=self._rank, wire=wire, generation=generation)
+        return self._group
+
+    def close(self) -> None:
+        self.meeting.leave()
+        if self._group is not None:
+            self._group.abandon()
+            self._group = None
+
+
+class BroadcastSender:
+    """The trainer's end; group rank 0."""
+
+    def __init__(self, address: Address) -> None:
+        self._party = _Party(address, 0)
+        self._engines = [f"engine {index}" for index in range(address.num_engines)]
+        self._read: list[str] = []  # keys that every engine has read and nobody will need again
+
+    def send(self, bucket: WeightBucket) -> None:
+        meeting = self._party.meeting
+        attempt = meeting.attempt()
+        layout = layout_of(bucket)
+        prefix = f"{attempt}/{bucket.index}"
+        ready = [f"{prefix}/ready/{engine}" for engine in self._engines]
+        with waiting("trainer", on=f"the engines to be ready for bucket {bucket.index} of version {bucket.version}"):
+            meeting.wait(attempt, ready, missing=f"readiness for bucket {bucket.index} of version {bucket.version}")
+        meeting.forget(self._read)
+        self._read = [*ready, f"{prefix}/layout"]
+        meeting.tell(f"{prefix}/layout", layout.to_json())
+        group = self._party.group()  # only now: building one waits for all, and all have just said that they are there
+        block = pack(bucket, layout, group.device)
+        with waiting("trainer", on=f"the broadcast of bucket {bucket.index} of version {bucket.version}"):
+            group.broadcast(block, lambda: meeting.raise_if_over(attempt))
+
+    def abort(self, reason: str) -> None:
+        meeting = self._party.meeting
+        meeting.end(meeting.attempt(), f"the trainer gave up: {reason}")
+
+    def close(self) -> None:
+        self._party.close()
+
+
+class BroadcastReceiver:
+    """One engine's end; group rank ``index + 1``."""
+
+    def __init__(self, address: Address, index: int) -> None:
+        self._party = _Party(address, index + 1)
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        meeting = self._party.meeting
+        attempt = meeting.attempt()
+        index, complete = 0, False
+        while not complete:
+            meeting.tell(f"{attempt}/{index}/ready/{self._party.name}", True)
+            with waiting(self._party.name, on=f"the trainer's bucket {index} of version {version}"):
+                meeting.wait(attempt, [f"{attempt}/{index}/layout"], missing=f"bucket {index} of version {version}")
+            layout = Layout.from_json(cast(str, meeting.told(f"{attempt}/{index}/layout")))
+            group = self._party.group()
+            block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=group.device)
+            group.broadcast(block, lambda: meeting.raise_if_over(attempt))
+            if layout.version != version:
+                raise TransportError(
+                    "another version arrived", expected=f"version {version}", found=f"version {layout.version}"
+                )
+            index, complete = index + 1, layout.last
+            yield unpack(block, layout)
+
+    def close(self) -> None:
+        self._party.close()
+
+
+class BroadcastTransport:
+    """See the module; `kinds.transport.Transport`."""
+
+    def __init__(self, options: BroadcastOptions) -> None:
+        self._options = options
+        self._meeting: Meeting | None = None
+        self._source: WeightSource | None = None
+        self._engines: Sequence[Engine] = ()
+        self._attempt = 0
+        self._generation = 0
+
+    async def open(self, source: WeightSource, engines: Sequence[Engine]) -> None:
+        meeting, address = Meeting.host(self._options.host, self._options.timeout_s, len(engines))
+        meeting.tell("attempt", 0)
+        meeting.tell("generation", 0)
+        meeting.end(0, "no publish has begun")
+        opening: list[Any] = [source.open_sender(functools.partial(BroadcastSender, address))]
+        for index, engine in enumerate(engines):
+            opening.append(engine.open_receiver(functools.partial(BroadcastReceiver, address, index)))
+        with waiting("broadcast transport", on="trainer and engines to join"):
+            outcomes = await asyncio.gather(*opening, return_exceptions=True)
+        names = ["trainer", *(f"engine {index}" for index in range(len(engines)))]
+        for name, outcome in zip(names, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                raise TransportError(
+                    f"{name} did not join the broadcast", found=f"{type(outcome).__name__}: {outcome}", where=name
+                ) from outcome
+        devices = {name: cast("str | None", meeting.told(f"device/{name}")) for name in names}
+        meeting.tell("wire", choose_wire(self._options.wire, devices))
+        self._meeting, self._source, self._engines = meeting, source, tuple(engines)
+
+    async def publish(self, version: int) -> Staged:
+        meeting, source = self._meeting, self._source
+        if meeting is None or source is None:
+            raise TransportError("the transport is not open", do="await open(source, engines) first")
+        self._attempt += 1
+        attempt = self._attempt
+        meeting.tell("attempt", attempt)
+        try:
+            staged = await stage(source, self._engines, version, abandon=lambda reason: meeting.end(attempt, reason))
+        except BaseException:
+            # A collective may have been left half-way on some side; the next publish starts with a fresh group.
+            self._generation += 1
+            meeting.tell("generation", self._generation)
+            raise
+        finally:
+            meeting.end(attempt, "no publish is in progress")
+            meeting.forget([f"{attempt - 1}/over"])
+        return staged
+
+    async def close(self) -> None:
+        if self._meeting is not None:
+            self._meeting.end(self._attempt, "the transport is closed")
+        self._meeting = self._source = None
+
+
+def choose_wire(wanted: str, devices: dict[str, str | None]) -> Wire:
+    """NCCL needs a GPU of its own for each party; everything else goes through gloo and host memory.
+
+    Args:
+        wanted: ``auto``, ``gloo`` or ``nccl``.
+        devices: Party -> id of its GPU, or None where it has none.
+    """
+    apart = None not in devices.values() and len(set(devices.values())) == len(devices)
+    if wanted == "nccl" and not apart:
+        raise TransportError(
+            "NCCL cannot connect these parties",
+            expected="a GPU of its own for trainer rank 0 and for each engine",
+            found=", ".join(f"{name}: {device or 'none'}" for name, device in devices.items()),
+            do="set transport.wire: gloo, or placement.mode: separate",
+        )
+    return "nccl" if apart and wanted != "gloo" else "gloo"
+
+
+def _device_id() -> str | None:
+    if not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

@@ -1,0 +1,92 @@
+"""A process group of the transport's own: neither torch's default group nor a member of it.
+
+The trainer's ranks have their default group, engines may have one too, and `torch.distributed.new_group` cannot span
+both. So the backends are built directly over the meeting point's store and registered nowhere.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Literal, Protocol, cast
+
+import torch
+import torch.distributed as dist
+from miles_core.errors import TransportError
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but torch lists no exports
+
+from miles_transports.meeting import POLL_S, Address, Meeting, own_address
+
+Wire = Literal["gloo", "nccl"]
+
+
+class _Broadcasts(Protocol):
+    """The part of torch's C++ backends that is used here; their stubs leave it out."""
+
+    def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
+    def abort(self) -> None: ...
+
+
+class BroadcastGroup:
+    """Rank 0 sends, all others receive.
+
+    Args:
+        generation: Groups of one meeting are told apart by it; a broken one is replaced by the next.
+    """
+
+    def __init__(self, meeting: Meeting, address: Address, *, rank: int, wire: Wire, generation: int) -> None:
+        self.generation = generation
+        self.device = torch.device("cpu") if wire == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        timeout = timedelta(seconds=address.timeout_s)
+        store = PrefixStore(f"group/{generation}", meeting.store)
+        size = address.num_engines + 1
+        try:
+            self._backend = cast(_Broadcasts, _make(store, rank, size, wire, timeout, address))
+        except RuntimeError as error:
+            raise TransportError(
+                f"the {wire} group of {size} parties did not come together", found=str(error).splitlines()[0]
+            ) from error
+
+    def broadcast(self, block: torch.Tensor, check: Callable[[], None]) -> None:
+        """Move `block` (uint8, on `device`) from rank 0 into everybody's.
+
+        Args:
+            check: Called while waiting; raises `TransportError` when waiting has become pointless.
+
+        Raises:
+            TransportError: a party vanished. The group is of no use any more.
+        """
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            work = self._backend.broadcast([block], options)
+            pause, longest = POLL_S
+            while not work.is_completed():
+                check()
+                time.sleep(pause)
+                pause = min(pause * 1.5, longest)
+            work.wait()
+            if block.is_cuda:
+                torch.cuda.current_stream(block.device).synchronize()  # the reader may use another stream
+        except RuntimeError as error:
+            self.abandon()
+            raise TransportError("a party of the broadcast vanished", found=str(error).splitlines()[0]) from error
+        except TransportError:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Close the connections, so that the others notice at once."""
+        self._backend.abort()
+
+
+def _make(store: PrefixStore, rank: int, size: int, wire: Wire, timeout: timedelta, address: Address) -> object:
+    if wire == "nccl":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, options)
+    gloo = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # the stub calls it Options, the module _Options
+    gloo._devices = [dist.ProcessGroupGloo.create_device(hostname=own_address(address.host, address.port))]
+    gloo._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, gloo)

@@ -1,0 +1,135 @@
+"""The meeting point of a broadcast: a small key-value store in the driver that says who is ready for what.
+
+The control path runs over it, only payloads over the process group. So a party enters a collective only when all others
+have said that they will, and whoever waits for the others can be told that they are not coming.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+from miles_core.errors import TransportError
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch lists no exports
+
+CONNECT_TIMEOUT_S = 30.0
+POLL_S = (0.0002, 0.02)
+"""First and longest pause between two looks at the store; each look is one round trip."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """Where the driver's store listens, and how patient everyone is. Travels to the ends by pickle."""
+
+    host: str
+    port: int
+    timeout_s: float
+    num_engines: int
+
+
+class Meeting:
+    """One party's connection. Its calls come from one thread at a time."""
+
+    def __init__(self, store: TCPStore, timeout_s: float) -> None:
+        self.store = store
+        self._timeout_s = timeout_s
+        self._left = False
+
+    @staticmethod
+    def host(host: str, timeout_s: float, num_engines: int) -> tuple[Meeting, Address]:
+        """Open the store in this process on a port that the system picks, so that no port can be in use."""
+        try:
+            store = TCPStore(
+                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_TIMEOUT_S)
+            )
+        except dist.DistError as error:
+            raise TransportError(
+                "the meeting point of the broadcast could not be opened",
+                expected="an address of this host",
+                found=f"{host}: {error}",
+                do="set transport.host to the driver's address",
+            ) from error
+        address = Address(host=host, port=store.port, timeout_s=timeout_s, num_engines=num_engines)
+        return Meeting(store, timeout_s), address
+
+    @staticmethod
+    def join(address: Address, who: str) -> Meeting:
+        """Connect to the driver's store."""
+        try:
+            store = TCPStore(
+                address.host,
+                address.port,
+                is_master=False,
+                wait_for_workers=False,
+                timeout=timedelta(seconds=min(CONNECT_TIMEOUT_S, address.timeout_s)),
+            )
+        except dist.DistError as error:
+            raise TransportError(
+                f"{who} cannot reach the driver at {address.host}:{address.port}",
+                found=f"{type(error).__name__}: {str(error).splitlines()[0]}",
+                where=f"host {socket.gethostname()}",
+                do="set transport.host to an address of the driver's host that every other host reaches",
+            ) from error
+        return Meeting(store, address.timeout_s)
+
+    def attempt(self) -> int:
+        """Number of the publish in progress, or of the last one."""
+        return int(self.store.get("attempt"))
+
+    def end(self, attempt: int, reason: str) -> None:
+        """End an attempt for everybody; the first reason stays."""
+        self.store.compare_set(f"{attempt}/over", "", reason)
+
+    def raise_if_over(self, attempt: int) -> None:
+        reason = self.store.get(f"{attempt}/over").decode() if self.store.check([f"{attempt}/over"]) else ""
+        if self._left:
+            reason = "this end was closed"
+        if reason:
+            raise TransportError("the publish is over before it is complete", found=reason)
+
+    def wait(self, attempt: int, keys: Sequence[str], *, missing: str) -> None:
+        """Wait until all `keys` exist.
+
+        Raises:
+            TransportError: the attempt is over, or the time-out passed; the message then lists the absent keys' owners.
+        """
+        deadline = time.monotonic() + self._timeout_s
+        pause, longest = POLL_S
+        while not self.store.check(list(keys)):
+            self.raise_if_over(attempt)
+            if time.monotonic() > deadline:
+                absent = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
+                raise TransportError(
+                    f"{missing} did not come within {self._timeout_s:g} s",
+                    found=f"nothing from {', '.join(absent)}",
+                    do="look at that process's log, or raise transport.timeout_s",
+                )
+            time.sleep(pause)
+            pause = min(pause * 1.5, longest)
+
+    def tell(self, key: str, value: object) -> None:
+        self.store.set(key, json.dumps(value))
+
+    def told(self, key: str) -> object:
+        return json.loads(self.store.get(key))
+
+    def forget(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            self.store.delete_key(key)
+
+    def leave(self) -> None:
+        """Make every wait in this party raise; callable from another thread."""
+        self._left = True
+
+
+def own_address(host: str, port: int) -> str:
+    """The address this host is seen under on its way to the driver: the interface that is known to work."""
+    with contextlib.closing(socket.socket(socket.AF_INET, socket.SOCK_DGRAM)) as probe:
+        probe.connect((host, port))  # UDP: chooses a route, sends nothing
+        return str(probe.getsockname()[0])

@@ -1,0 +1,163 @@
+"""Transport `broadcast`, its ends in threads of one process; across processes see miles-ray's tests."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from miles_core.errors import EngineError, TransportError
+from miles_core.kinds.transport import Transport
+from miles_core.testing.recording import RecordingOptions, example_weights
+from miles_core.testing.transport import TransportConformance
+from miles_core.types import NamedTensor, WeightBucket
+from miles_core.weights.digests import digest_tensor
+from miles_transports.broadcast import BroadcastReceiver, BroadcastTransport, choose_wire
+from miles_transports.meeting import Address, Meeting
+from miles_transports.options import BroadcastOptions
+from miles_transports.packing import ALIGNMENT_BYTES, Layout, layout_of, pack, unpack
+
+
+class TestBroadcast(TransportConformance):
+    def make(self) -> Transport:
+        return BroadcastTransport(BroadcastOptions(timeout_s=20.0))
+
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
+tensors = st.builds(
+    lambda dtype, shape, seed: torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(seed)).to(dtype),
+    st.sampled_from(DTYPES),
+    st.lists(st.integers(0, 3), max_size=3),
+    st.integers(0, 99),
+)
+
+
+@given(st.lists(tensors, max_size=6), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_packing_keeps_every_tensor_whatever_its_dtype_and_shape(values: list[torch.Tensor], last: bool) -> None:
+    named = tuple(
+        NamedTensor(name=f"t{i}", tensor=value.T if value.dim() == 2 else value) for i, value in enumerate(values)
+    )
+    bucket = WeightBucket(version=3, index=1, last=last, tensors=named)
+    layout = Layout.from_json(layout_of(bucket).to_json())
+    assert all(slot.offset % ALIGNMENT_BYTES == 0 for slot in layout.slots)
+    copy = unpack(pack(bucket, layout, torch.device("cpu")), layout)
+    assert (copy.version, copy.index, copy.last) == (3, 1, last)
+    assert [(n.name, digest_tensor(n.tensor)) for n in copy.tensors] == [
+        (n.name, digest_tensor(n.tensor)) for n in bucket.tensors
+    ]
+
+
+async def test_the_default_process_group_is_left_alone() -> None:
+    kit = TestBroadcast()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mine = dist.group.WORLD
+        async with kit.connected() as connected:
+            await kit.publish(connected, 0)
+            assert dist.group.WORLD is mine
+            total = torch.ones(1)
+            dist.all_reduce(total)
+            assert total.item() == 1.0
+    finally:
+        dist.destroy_process_group()
+
+
+async def test_two_transports_at_once_do_not_meet() -> None:
+    kit = TestBroadcast()
+    async with kit.connected(engines=1) as first, kit.connected(engines=1) as second:
+        await asyncio.gather(kit.publish(first, 0), kit.publish(second, 5))
+        await first.engines[0].activate(0)
+        await second.engines[0].activate(5)
+        for engine, version in ((first.engines[0], 0), (second.engines[0], 5)):
+            expected = {name: digest_tensor(tensor) for name, tensor in example_weights(version).items()}
+            assert await engine.digests() == expected
+
+
+async def test_an_engine_that_does_not_answer_is_named_after_the_timeout() -> None:
+    class Impatient(TransportConformance):
+        def make(self) -> Transport:
+            return BroadcastTransport(BroadcastOptions(timeout_s=0.5))
+
+    kit = Impatient()
+    async with kit.connected(engines=2) as connected:
+        silent = asyncio.Event()
+
+        async def never(version: int) -> None:
+            await asyncio.wait_for(silent.wait(), 1.0)
+
+        connected.engines[1].receive = never  # type: ignore[assignment,method-assign]
+        began = time.monotonic()
+        error = await kit.refused(connected, 0)
+        assert "nothing from engine 1" in str(error)
+        assert "transport.timeout_s" in str(error.__cause__)
+        assert time.monotonic() - began < 5
+
+
+async def test_a_receiver_that_dies_inside_the_collective_does_not_hang_the_sender() -> None:
+    kit = TestBroadcast()
+    async with kit.connected(engines=1) as connected:
+        await kit.publish(connected, 0)
+        engine = connected.engines[0]
+        receiver = engine._receiver
+        assert isinstance(receiver, BroadcastReceiver)
+
+        async def dies(version: int) -> None:
+            meeting = receiver._party.meeting
+            attempt = await asyncio.to_thread(meeting.attempt)
+            await asyncio.to_thread(meeting.tell, f"{attempt}/0/ready/engine 0", True)
+            await asyncio.to_thread(meeting.wait, attempt, [f"{attempt}/0/layout"], missing="layout")
+            receiver.close()  # as the operating system closes the sockets of a killed process
+            raise EngineError("the process is gone")
+
+        engine.receive = dies  # type: ignore[assignment,method-assign]
+        began = time.monotonic()
+        error = await kit.refused(connected, 1)
+        assert "engine 0: the process is gone" in str(error)
+        assert time.monotonic() - began < 10
+
+
+def test_a_driver_that_cannot_be_reached_is_an_error_with_the_remedy() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    with pytest.raises(TransportError, match=r"transport\.host") as caught:
+        Meeting.join(Address(host="127.0.0.1", port=port, timeout_s=0.5, num_engines=1), "engine 0")
+    assert "engine 0 cannot reach the driver" in str(caught.value)
+
+
+async def test_the_store_does_not_grow_with_the_number_of_publishes() -> None:
+    kit = TestBroadcast()
+    async with kit.connected(options=RecordingOptions(tensors_per_bucket=3)) as connected:
+        sizes = []
+        for version in range(4):
+            await kit.publish(connected, version)
+            transport = connected.transport
+            assert isinstance(transport, BroadcastTransport)
+            assert transport._meeting is not None
+            sizes.append(transport._meeting.store.num_keys())
+        assert sizes[1] == sizes[2] == sizes[3]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "devices", "chosen"),
+    [
+        ("auto", {"trainer": "a", "engine 0": "b"}, "nccl"),
+        ("auto", {"trainer": "a", "engine 0": "a"}, "gloo"),
+        ("auto", {"trainer": None, "engine 0": None}, "gloo"),
+        ("gloo", {"trainer": "a", "engine 0": "b"}, "gloo"),
+    ],
+)
+def test_the_wire_follows_the_devices(wanted: str, devices: dict[str, str | None], chosen: str) -> None:
+    assert choose_wire(wanted, devices) == chosen
+
+
+def test_nccl_on_one_shared_gpu_is_refused_before_it_hangs() -> None:
+    with pytest.raises(TransportError, match=r"transport\.wire: gloo"):
+        choose_wire("nccl", {"trainer": "a", "engine 0": "a"})
