@@ -5,8 +5,8 @@
         backend/         written by the backend's ranks
         manifest.json    every file with its size; written last
 
-A save goes to ``step_000012.partial`` and is renamed when everything is on disk, so a directory without ``.partial`` was
-complete once; the manifest catches one that was copied or truncated later. Neither is ever loaded half-written.
+A save goes to ``step_000012.partial`` and is renamed when everything is on disk, so a directory without ``.partial``
+was complete once; the manifest catches one that was copied or truncated later. Neither is ever loaded half-written.
 """
 
 from __future__ import annotations

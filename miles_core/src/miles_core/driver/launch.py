@@ -154,7 +154,7 @@ def _report(directory: RunDir, display: Display) -> None:
     """Leave report.html also behind a run that failed; a report that fails never hides how the run ended."""
     try:
         display.say(f"report: {write_report(directory.path)}")
-    except Exception as error:  # noqa: BLE001 — the run's own outcome matters more
+    except Exception as error:
         log.exception("no report")
         display.say(f"no report: {error}", alarm=True)
 

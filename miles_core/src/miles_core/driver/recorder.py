@@ -1,7 +1,7 @@
 """Recorder: the one place the loop tells what it measured; fans out to files, display and trackers.
 
-Deterministic figures and wall-clock figures go separate ways: see `tracking.run_dir`. A tracker that raises is reported and
-switched off; the run goes on.
+Deterministic figures and wall-clock figures go separate ways: see `tracking.run_dir`. A tracker that raises is
+reported and switched off; the run goes on.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Recorder:
     def _tracker(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # noqa: BLE001 — a tracker is somebody's dashboard, not a reason to lose a run
+        except Exception as error:  # a tracker is somebody's dashboard, not a reason to lose a run
             self._trackers.pop(name, None)
             log.exception("tracker %s", name)
             self.event("tracker_off", tracker=name, error=f"{type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""Run: everything a loop holds while it goes. Opened by `assemble`, driven by `sync`, never reached into by its parts."""
+"""Run: everything a loop holds while it goes. Opened by `assemble`, driven by `sync`; its parts know nothing of it."""
 
 from __future__ import annotations
 

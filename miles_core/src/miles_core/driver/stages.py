@@ -45,7 +45,7 @@ async def publish(run: Run, version: int, *, first: bool = False) -> None:
 
 
 async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:
-    """Write a checkpoint of `step`; nothing when it is saved already. The last step also leaves a Hugging Face folder."""
+    """Write a checkpoint of `step` unless it is saved already; the last step also leaves a Hugging Face folder."""
     if run.saved_step == step:
         return
     state = {
