@@ -1,7 +1,8 @@
 """The synchronous loop, as it reads.
 
 Order of a step: collect, train, save when due, publish, evaluate when due. Saving comes before publishing, so a
-checkpoint of step s holds everything needed to publish version s; a resumed run does just that and records step s again.
+checkpoint of step s holds everything needed to publish version s; a resumed run does just that and records step s
+again.
 """
 
 from __future__ import annotations
