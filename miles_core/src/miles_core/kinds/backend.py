@@ -70,25 +70,26 @@ class StepMetrics:
 
 
 class Backend(Protocol):
-    """Created once per rank as ``Backend(options, context)``. Every method is called on all ranks with the same arguments.
+    """Created once per rank as ``Backend(options, context)``. All ranks call every method with the same arguments.
 
-    Each rank is handed the whole update's batch and takes its own share, so that splitting is the backend's business and
-    the gradient is that of ``sum(token_weights * per_token_loss)`` whatever the ranks and micro-batches.
+    Each rank is handed the whole update's batch and takes its own share, so that splitting is the backend's business
+    and the gradient is that of ``sum(token_weights * per_token_loss)`` whatever the ranks and micro-batches.
     """
 
     def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32:
-        """f32[N] log-prob of every token given its prefix under temperature scaling, without gradient or dropout.
+        """f32[N] log-prob of every trained token (`loss_mask`) given its prefix under temperature scaling.
 
-        0.0 at each sequence's first token. Complete on rank 0; other ranks may return anything of shape [N].
+        Without gradient or dropout. 0.0 outside the mask and at each sequence's first token. Complete on rank 0; other
+        ranks may return anything of shape [N].
         """
         ...
 
     def train_step(self, batch: TrainBatch) -> StepMetrics:
-        """One optimizer step. Loss per token: ``correction_weights * policy loss - entropy_coef * H + kl_coef * KL``."""
+        """One optimizer step; per token ``correction_weights * policy loss - entropy_coef * H + kl_coef * KL``."""
         ...
 
     def export(self, version: int) -> Iterator[WeightBucket]:
-        """Buckets of the full weights under Hugging Face names in the model's serving dtype; ranks take part together."""
+        """Buckets of the full weights under Hugging Face names in the serving dtype; ranks take part together."""
         ...
 
     def save(self, directory: Path) -> None:
