@@ -1,0 +1,195 @@
+"""The trainer's state on disk, through torch.distributed.checkpoint; written by any number of ranks, read by any other.
+
+    directory/
+      .metadata, *.distcp   masters and AdamW moments, as DCP lays them out
+      trainer.json          written last: what must be there, how large, after how many updates
+
+A directory without `trainer.json`, or with a file of another size than it says, is half written and refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from miles_core.errors import CheckpointError
+
+FORMAT = 1
+MANIFEST = "trainer.json"
+
+
+def save(directory: Path, tensors: Mapping[str, Tensor], *, updates: int) -> None:
+    """Write the state of all ranks. A collective when torch.distributed is initialised.
+
+    Raises:
+        CheckpointError: the disk is full or the folder cannot be written.
+    """
+    distributed = dist.is_initialized()
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / MANIFEST).unlink(missing_ok=True)
+        with _one_process_is_meant():
+            dcp_save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=not distributed)
+        if not distributed or dist.get_rank() == 0:
+            _write_manifest(directory, tensors, updates)
+    except (OSError, CheckpointException) as error:
+        raise CheckpointError(
+            "the trainer's state cannot be saved",
+            expected="room for the checkpoint and the right to write it",
+            found=_cause(error),
+            where=str(directory),
+            do="free disk space or choose another tracking.dir; older checkpoints are untouched",
+        ) from error
+    if distributed:
+        dist.barrier()
+
+
+def load(directory: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Fill `tensors` in place; return the number of optimizer steps taken. A collective like `save`.
+
+    Raises:
+        CheckpointError: absent, half written, damaged, or of another model.
+    """
+    manifest = _read_manifest(directory)
+    if manifest["state"] != _fingerprint(tensors):
+        raise CheckpointError(
+            "the checkpoint belongs to another model",
+            expected=f"{len(tensors)} tensors with the names and shapes of this model",
+            found=f"{manifest['count']} tensors, or other names or shapes",
+            where=str(directory),
+            do="resume with the run-file that wrote it, or start a new run",
+        )
+    try:
+        with _one_process_is_meant():
+            dcp_load(dict(tensors), storage_reader=_Reader(directory), no_dist=not dist.is_initialized())
+    except (OSError, CheckpointException, pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
+        raise CheckpointError(
+            "the checkpoint is damaged",
+            expected="readable tensors of this model",
+            found=_cause(error),
+            where=str(directory),
+            do="resume from an older checkpoint",
+        ) from error
+    return int(manifest["updates"])
+
+
+@contextlib.contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Silence DCP's guess that somebody forgot to initialise torch.distributed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        yield
+
+
+def _write_manifest(directory: Path, tensors: Mapping[str, Tensor], updates: int) -> None:
+    files = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.is_file()}
+    manifest = {
+        "format": FORMAT,
+        "updates": updates,
+        "count": len(tensors),
+        "state": _fingerprint(tensors),
+        "files": files,
+    }
+    with (directory / (MANIFEST + ".partial")).open("w", encoding="utf-8") as file:
+        json.dump(manifest, file, indent=2)
+        file.flush()
+        os.fsync(file.fileno())
+    (directory / (MANIFEST + ".partial")).rename(directory / MANIFEST)
+
+
+def _read_manifest(directory: Path) -> dict[str, Any]:
+    def refuse(found: str) -> CheckpointError:
+        return CheckpointError(
+            "the checkpoint is absent or half written",
+            expected=f"a folder that `save` finished, with {MANIFEST} (format {FORMAT}) and every file it lists",
+            found=found,
+            where=str(directory),
+            do="resume from an older checkpoint",
+        )
+
+    try:
+        manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        files = dict(manifest["files"])
+        if manifest["format"] != FORMAT:
+            raise refuse(f"format {manifest['format']}")
+    except FileNotFoundError as error:
+        raise refuse(f"no {MANIFEST}" if directory.is_dir() else "no such folder") from error
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise refuse(f"an unreadable {MANIFEST}") from error
+    for name, size in files.items():
+        path = directory / Path(name).name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            raise refuse(f"{name} has {found} bytes instead of {size}" if found is not None else f"no {name}")
+    return manifest
+
+
+def _fingerprint(tensors: Mapping[str, Tensor]) -> str:
+    text = "\n".join(f"{name} {tuple(tensor.shape)} {tensor.dtype}" for name, tensor in sorted(tensors.items()))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _cause(error: BaseException) -> str:
+    """The first line of the innermost failure; DCP wraps one per rank."""
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (inner, _) = next(iter(error.failures.items()))
+        return f"rank {rank}: {type(inner).__name__}: {str(inner).splitlines()[0] if str(inner) else ''}"
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+
+
+# --- reading without trusting pickles ---------------------------------------------------------------------------------
+
+_ALLOWED = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+    "torch": {"Size"},
+    "pathlib": {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"},
+}
+"""What DCP's `.metadata` is made of, beside torch's dtypes: plain descriptions."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _ALLOWED.get(module, ()):
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"refuses {module}.{name}, which no checkpoint needs")
+
+
+class _Reader(FileSystemReader):
+    """DCP's reader, whose one pickle (`.metadata`) may only build descriptions; it loads tensors with weights_only."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        data = (Path(self.path) / ".metadata").read_bytes()
+        metadata: Metadata = _Unpickler(io.BytesIO(data)).load()
+        if metadata.storage_meta is not None:
+            metadata.storage_meta.load_id = self.load_id
+        return metadata
