@@ -12,10 +12,10 @@ import pytest
 from miles_core.capability import Capability
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.config.spec import RunSpec
-from miles_core.plan import Machine, Plan, derive_run_dir, local_machine, make_plan, render, show_bytes
+from miles_core.plan import Host, Plan, _count_devices, derive_run_dir, make_plan, render, show_bytes
 
-SMALL = Machine(cpus=2, memory_bytes=2**30)
-GPUS = Machine(cpus=8, memory_bytes=2**36, devices=2, device_bytes=2**36)
+SMALL = Host(cpus=2, memory_bytes=2**30)
+GPUS = Host(cpus=8, memory_bytes=2**36, devices=2, device_bytes=2**36)
 PARAMETERS = 1000
 
 
@@ -142,8 +142,16 @@ def test_the_run_directory_is_named_after_the_run(model: Path) -> None:
     assert derive_run_dir(run(model, tracking={"dir": "out"}).spec) == Path("out/x")
 
 
+def test_devices_are_counted_without_torch(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert _count_devices(tmp_path, {}) == 3
+    assert _count_devices(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+    assert _count_devices(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
+
+
 def test_this_machine_is_described() -> None:
-    here = local_machine()
+    here = Host.here()
     assert here.cpus >= 1
     assert here.memory_bytes is None or here.memory_bytes > 2**26
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ PROMPT_TOKENS_GUESS = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
+class Host:
     """What there is to run on. Injected, so that a plan can be made for another machine."""
 
     cpus: int
@@ -31,7 +31,14 @@ class Machine:
     devices: int = 0
     """CUDA devices."""
     device_bytes: int | None = None
-    """Memory of one CUDA device."""
+    """Memory of one CUDA device, None when nobody asked it."""
+
+    @staticmethod
+    def here() -> Host:
+        """This machine, as far as it says without torch: devices are counted by their device files."""
+        pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
+        memory = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else None
+        return Host(cpus=os.cpu_count() or 1, memory_bytes=memory, devices=_count_devices(Path("/dev"), os.environ))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +101,7 @@ class Plan:
     name: str
     run_dir: str
     device: str
-    machine: Machine
+    host: Host
     model: str
     parameters: int | None
     components: tuple[Component, ...]
@@ -119,18 +126,18 @@ def derive_run_dir(spec: RunSpec) -> Path:
     return Path(spec.tracking.dir).expanduser() / spec.name
 
 
-def local_machine(*, devices: int = 0, device_bytes: int | None = None) -> Machine:
-    """This machine; the caller says what it knows of CUDA, since asking takes torch."""
-    pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
-    memory = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else None
-    return Machine(cpus=os.cpu_count() or 1, memory_bytes=memory, devices=devices, device_bytes=device_bytes)
+def _count_devices(folder: Path, environ: Mapping[str, str]) -> int:
+    """NVIDIA devices this process may use."""
+    present = sum(1 for path in folder.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdecimal())
+    visible = environ.get("CUDA_VISIBLE_DEVICES")
+    return present if visible is None else min(present, len([name for name in visible.split(",") if name.strip()]))
 
 
-def make_plan(run: ResolvedRun, machine: Machine) -> Plan:
+def make_plan(run: ResolvedRun, host: Host) -> Plan:
     """Plan a validated run for a machine; reads the model folder's config and tensor headers, nothing else."""
     spec = run.spec
     wanted = spec.placement.device
-    device = wanted if wanted != "auto" else "cuda" if machine.devices else "cpu"
+    device = wanted if wanted != "auto" else "cuda" if host.devices else "cpu"
     try:
         model = read_model_folder(Path(spec.model.path))
     except ModelFolderError:
@@ -140,7 +147,7 @@ def make_plan(run: ResolvedRun, machine: Machine) -> Plan:
         name=spec.name,
         run_dir=str(derive_run_dir(spec)),
         device=device,
-        machine=machine,
+        host=host,
         model=spec.model.path,
         parameters=model.parameters if model else None,
         components=_components(run),
@@ -243,11 +250,11 @@ def _with_notes(plan: Plan, run: ResolvedRun) -> Plan:
     placement = run.spec.placement
     own = any(place.process == "its own" for place in plan.places)
     slots = len({place.device for place in plan.places})
-    if plan.device == "cuda" and slots > plan.machine.devices:
-        notes.append(f"needs {slots} CUDA devices; this machine has {plan.machine.devices}")
+    if plan.device == "cuda" and slots > plan.host.devices:
+        notes.append(f"needs {slots} CUDA devices; this machine has {plan.host.devices}")
     if plan.device == "cuda" and placement.mode == "separate" and not own:
         notes.append("placement.mode is separate, but this executor puts everything on one device")
-    limit = plan.machine.memory_bytes if plan.device == "cpu" else plan.machine.device_bytes
+    limit = plan.host.memory_bytes if plan.device == "cpu" else plan.host.device_bytes
     need = _need(plan)
     if limit is not None and need > limit:
         where = "this machine" if plan.device == "cpu" else "a device"
@@ -287,7 +294,7 @@ def render(plan: Plan) -> str:
     lines = [
         f"run      {plan.name} in {plan.run_dir}",
         f"model    {plan.model} ({size})",
-        f"machine  {_machine_text(plan.machine)}; device {plan.device}",
+        f"machine  {_host_text(plan.host)}; device {plan.device}",
         *_table("loads", loads),
         *_table("places", places),
         *_table("amounts", _amount_rows(plan.amounts)),
@@ -313,13 +320,13 @@ def _amount_rows(a: Amounts) -> list[tuple[str, str, str]]:
     return rows
 
 
-def _machine_text(machine: Machine) -> str:
-    parts = [f"{machine.cpus} CPUs"]
-    if machine.memory_bytes:
-        parts.append(show_bytes(machine.memory_bytes))
-    if machine.devices:
-        each = f" of {show_bytes(machine.device_bytes)}" if machine.device_bytes else ""
-        parts.append(f"{machine.devices} CUDA devices{each}")
+def _host_text(host: Host) -> str:
+    parts = [f"{host.cpus} CPUs"]
+    if host.memory_bytes:
+        parts.append(show_bytes(host.memory_bytes))
+    if host.devices:
+        each = f" of {show_bytes(host.device_bytes)}" if host.device_bytes else ""
+        parts.append(f"{host.devices} CUDA devices{each}")
     return ", ".join(parts)
 
 

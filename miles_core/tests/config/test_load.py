@@ -7,6 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -254,3 +255,11 @@ def test_the_report_survives_pickling_and_exists_as_json() -> None:
     assert '"rule": "ring-separate"' in render_json(PROBLEMS)
     assert '"ok": true' in render_json(())
     assert render_text(()) == "no problems."
+
+
+@pytest.mark.parametrize(
+    "text", ["on", "n", "2024-01-01", "12:30:00", "1_000", "0b1", "=", "<<", "1e3", "null", "''", "a\x85b"]
+)
+def test_texts_are_quoted_where_any_yaml_would_read_them_otherwise(text: str) -> None:
+    assert yaml.safe_load(yaml12.dump({"key": text})) == {"key": text}
+    assert yaml12.parse(yaml12.dump({"key": text})).value == {"key": text}

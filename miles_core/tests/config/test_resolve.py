@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.config.load import dump, parse
+from miles_core.config.load import parse
 from miles_core.config.problems import Problem, RunFileError
 from miles_core.config.resolve import ResolvedRun, check_run, resolve
+from miles_core.config.spec import dump
 from miles_core.registry import Registry
 
 BASE = """\

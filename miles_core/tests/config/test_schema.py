@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from jsonschema import Draft7Validator
 
-from miles_core.config.load import dump, parse
+from miles_core.config.load import parse
 from miles_core.config.resolve import check_run, resolve
 from miles_core.config.schema import run_file_schema
+from miles_core.config.spec import dump
 from miles_core.registry import Registry
 
 BASE = """\

@@ -15,7 +15,6 @@ from miles_core.capability import KINDS
 from miles_core.config import toml, yaml12
 from miles_core.config.picks import SECTIONS, default_pick, kind_at, short_key
 from miles_core.config.problems import Problem, RunFileError
-from miles_core.config.spec import RunSpec
 
 KeyPath = yaml12.Path
 _LISTS = {section for kind, section in SECTIONS.items() if KINDS[kind].many}
@@ -69,21 +68,6 @@ class Source:
 def dotted(path: KeyPath) -> str:
     """A path as a user writes it: ``rewards.0.weight``."""
     return ".".join(str(part) for part in path)
-
-
-def dump(spec: RunSpec) -> str:
-    """The run-file of a spec: every default written out, null included; loading it gives the same spec."""
-    return yaml12.dump(_shortened(spec.model_dump(mode="json"), ()))
-
-
-def _shortened(value: Any, path: KeyPath) -> Any:
-    if isinstance(value, list):
-        return [_shortened(item, (*path, index)) for index, item in enumerate(value)]
-    if not isinstance(value, dict):
-        return value
-    if kind_at(path):
-        return value["use"] if set(value) == {"use"} else value  # options are the capability's own; leave them be
-    return {key: _shortened(item, (*path, key)) for key, item in value.items()}
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Source:

@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
+from miles_core.config import yaml12
+
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
@@ -265,3 +267,8 @@ class RunSpec(Section):
     """Seconds without progress before the watchdog prints who waits for whom."""
     plugins: PluginsSpec = PluginsSpec()
     """Which plugins may load."""
+
+
+def dump(spec: RunSpec) -> str:
+    """The run-file of a spec: every default written out, null included; loading it gives the same spec."""
+    return yaml12.dump(spec.model_dump(mode="json"))

@@ -48,15 +48,23 @@ Yaml12Dumper.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in _SCALARS:
     Yaml12Loader.add_implicit_resolver(_tag, _pattern, _first)
     Yaml12Dumper.add_implicit_resolver(_tag, _pattern, _first)
-# A reader of YAML 1.1 would still take these for booleans; quote them, it costs nothing.
-Yaml12Dumper.add_implicit_resolver(
-    "tag:yaml.org,2002:legacy", re.compile(r"^(?:[yY]|[nN]|yes|no|on|off|Yes|No|On|Off|YES|NO|ON|OFF)$"), list("yYnNoO")
-)
+_LEGACY = [
+    pattern
+    for resolvers in yaml.SafeDumper.yaml_implicit_resolvers.values()
+    for _, pattern in resolvers
+    if hasattr(pattern, "match")
+]
+"""Plain texts that YAML 1.1 reads as something else: `on`, dates, `12:30`."""
 
 
 def _represent_text(dumper: Yaml12Dumper, text: str) -> yaml.ScalarNode:
-    # PyYAML's single quotes fold unusual line ends into spaces; only double quotes keep every character.
-    return dumper.represent_scalar(_STR, text, style=None if text.isprintable() else '"')
+    if not text.isprintable():
+        style = '"'  # PyYAML's single quotes fold unusual line ends into spaces
+    elif text in ("y", "Y", "n", "N") or any(pattern.match(text) for pattern in _LEGACY):
+        style = "'"  # for readers of YAML 1.1
+    else:
+        style = None
+    return dumper.represent_scalar(_STR, text, style=style)
 
 
 Yaml12Dumper.add_representer(str, _represent_text)
