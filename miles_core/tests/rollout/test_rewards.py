@@ -111,7 +111,7 @@ async def test_a_hung_reward_is_killed_at_its_deadline_and_the_loop_stays_free(r
                 longest = max(longest, time.monotonic() - before)
 
         beating = asyncio.create_task(heartbeat())
-        with pytest.raises(RewardTimeout, match="deadline of 0.3 s"):
+        with pytest.raises(RewardTimeout, match=r"deadline of 0\.3 s"):
             await rewards.score(scored(response))
         beating.cancel()
         assert longest < 0.7  # a blocked loop would be late by the whole call
