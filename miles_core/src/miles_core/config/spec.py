@@ -12,6 +12,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloa
 from miles_core.config import yaml12
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Reduction = Literal["token-mean", "sequence-mean-token-sum", "sequence-mean-token-mean", "fixed-length"]
@@ -140,7 +141,7 @@ class ObjectiveSpec(Section):
 class OptimizerSpec(Section):
     lr: PositiveFloat = 1e-6
     """Peak learning rate of AdamW."""
-    betas: tuple[Fraction, Fraction] = (0.9, 0.95)
+    betas: tuple[Decay, Decay] = (0.9, 0.95)
     """AdamW moments."""
     eps: PositiveFloat = 1e-8
     """AdamW epsilon."""
