@@ -114,24 +114,28 @@ class RunDir:
             partial.rename(target)
         except OSError as error:
             partial.unlink(missing_ok=True)
-            raise _write_error(target, error) from error
+            raise write_error(target, error) from error
 
     def append(self, file: Path, record: Mapping[str, Any]) -> None:
         """Append one JSON object as a line; on disk when this returns, and the file never ends in half a line.
 
+        A half line that a crash left is cut off first: glued to the next one it would spoil both.
+
         Raises:
             RunError: it could not be written; the lines before it stand.
         """
-        line = json.dumps(_finite(record), sort_keys=True, ensure_ascii=False) + "\n"
-        with file.open("ab") as target:
+        line = (json.dumps(_finite(record), sort_keys=True, ensure_ascii=False) + "\n").encode()
+        _cut_half_line(file)
+        # Unbuffered: a buffer that could not be flushed would be written again, and fail again, on closing.
+        with file.open("ab", buffering=0) as target:
             before = target.tell()
             try:
-                target.write(line.encode())
-                target.flush()
+                if target.write(line) != len(line):
+                    raise OSError(errno.ENOSPC, "only a part could be written")
                 os.fsync(target.fileno())
             except OSError as error:
                 os.truncate(file, before)
-                raise _write_error(file, error) from error
+                raise write_error(file, error) from error
 
     def event(self, kind: str, **facts: Any) -> None:
         self.append(self.events, {"time": round(time.time(), 3), "event": kind, **facts})
@@ -155,12 +159,23 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
                 yield json.loads(line)
 
 
+def _cut_half_line(file: Path) -> None:
+    if not file.exists() or not file.stat().st_size:
+        return
+    with file.open("rb+") as target:
+        target.seek(-1, os.SEEK_END)
+        if target.read(1) != b"\n":
+            target.seek(0)
+            target.truncate(target.read().rfind(b"\n") + 1)
+
+
 def _finite(record: Mapping[str, Any]) -> dict[str, Any]:
     """NaN and infinities become null: they are not JSON."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
 
 
-def _write_error(path: Path, error: OSError) -> RunError:
+def write_error(path: Path, error: OSError) -> RunError:
+    """What to raise when `path` could not be written."""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     return RunError(
         "the disk is full" if full else f"cannot write: {error}",

@@ -1,0 +1,122 @@
+"""A run as its directory tells it: what the report and the terminal views read. Nothing here writes."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from miles_core.errors import DataError
+from miles_core.tokenizer import ChatTokenizer
+from miles_core.tracking import rollouts
+from miles_core.tracking.rollouts import RolloutRow
+from miles_core.tracking.run_dir import RunDir, read_lines
+
+Lines = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """Everything a run left behind, as far as it got."""
+
+    directory: RunDir
+    config: Mapping[str, Any]
+    """run.yaml"""
+    config_text: str
+    environment: Mapping[str, Any]
+    """env.json"""
+    metrics: Lines
+    timings: Lines
+    events: Lines
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name", self.directory.path.name))
+
+    @property
+    def steps(self) -> int:
+        """Training steps recorded; step 0 holds an evaluation only."""
+        return max((int(line["step"]) for line in self.metrics), default=0)
+
+    def series(self, name: str, *, clock: bool = False) -> list[tuple[int, float]]:
+        """(step, value) of a metric wherever it was recorded and finite."""
+        lines = self.timings if clock else self.metrics
+        return [
+            (int(line["step"]), float(line[name]))
+            for line in lines
+            if isinstance(line.get(name), int | float) and math.isfinite(line[name])
+        ]
+
+    def names(self, prefix: str, *, clock: bool = False) -> list[str]:
+        """Recorded names that start with `prefix`, in the order of their first appearance."""
+        lines = self.timings if clock else self.metrics
+        return list(dict.fromkeys(name for line in lines for name in sorted(line) if name.startswith(prefix)))
+
+    @cached_property
+    def rollout_steps(self) -> list[int]:
+        return rollouts.steps(self.directory.rollouts)
+
+    def rollouts(self, step: int) -> list[RolloutRow]:
+        return rollouts.read(self.directory.rollouts, step)
+
+    @cached_property
+    def tokenizer(self) -> ChatTokenizer | None:
+        """Of the model the run trained, or None when its folder is gone: the run outlives it."""
+        path = (self.config.get("model") or {}).get("path")
+        if path is None:
+            return None
+        try:
+            return ChatTokenizer.from_dir(path)
+        except DataError:
+            return None
+
+
+def load_run(path: Path) -> RunRecord:
+    """Read a run directory.
+
+    Raises:
+        DataError: it is none.
+    """
+    directory = RunDir(path)
+    run_file = path / "run.yaml"
+    if not run_file.exists() and not directory.metrics.exists():
+        nearby = sorted(entry.parent.name for entry in path.parent.glob("*/run.yaml")) if path.parent.is_dir() else []
+        raise DataError(
+            "this is no run directory",
+            expected="a folder with run.yaml and metrics.jsonl",
+            found="no such folder" if not path.is_dir() else "neither file",
+            where=str(path),
+            do="name one of: " + ", ".join(nearby[:10]) if nearby else "give the path that `miles train` printed",
+        )
+    text = run_file.read_text(encoding="utf-8") if run_file.exists() else ""
+    environment = path / "env.json"
+    return RunRecord(
+        directory=directory,
+        config=yaml.safe_load(text) or {},
+        config_text=text,
+        environment=json.loads(environment.read_text()) if environment.exists() else {},
+        metrics=list(read_lines(directory.metrics)),
+        timings=list(read_lines(directory.timings)),
+        events=list(read_lines(directory.events)),
+    )
+
+
+def quarters(values: Sequence[float]) -> tuple[tuple[float, float], tuple[float, float]] | None:
+    """(mean, standard error) of the first and last quarter of the steps, or None with fewer than two steps in each."""
+    size = len(values) // 4
+    if size < 2:
+        return None
+    return mean_and_error(values[:size]), mean_and_error(values[-size:])
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Mean and its standard error over the values."""
+    mean = math.fsum(values) / len(values)
+    variance = math.fsum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1)
+    return mean, math.sqrt(variance / len(values))
