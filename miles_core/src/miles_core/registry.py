@@ -121,7 +121,7 @@ class Registry:
         Args:
             kind: The kind.
             use: A capability's name, ``module:attr``, or ``file.py:fn``.
-            base: Folder that a relative file is relative to: the run-file's.
+            base: Folder that a relative file is relative to; the current one by default.
 
         Raises:
             PluginError: as `get`; or a function is named where the kind needs a class; or the file does not exist.
@@ -325,7 +325,7 @@ def _user_function(kind: str, use: str, base: Path) -> Entry:
         path = (base / place).resolve()
         if not path.is_file():
             raise PluginError(
-                f"the file of {kind} `{use}` does not exist", found=str(path), do="the path is relative to the run-file"
+                f"the file of {kind} `{use}` does not exist", found=str(path), do="a relative path starts where you start miles"
             )
         place = str(path)
     capability = Capability(name=use, summary="a function of yours", load=f"{place}:{attribute}")

@@ -54,11 +54,10 @@ def test_init_writes_files_that_lack_only_what_is_not_installed(
     made = CliRunner().invoke(main, ["init", "my run"])
     assert made.exit_code == 0, made.output
     assert sorted(path.name for path in (tmp_path / "my run").iterdir()) == ["reward.py", "run.yaml", "train.jsonl"]
-    monkeypatch.chdir(tmp_path / "my run")
-    result = CliRunner().invoke(main, ["validate", "run.yaml", "--json"])
+    result = CliRunner().invoke(main, ["validate", "my run/run.yaml", "--json"])
     problems = json.loads(result.stdout)["problems"]
     assert {problem["path"] for problem in problems} <= {"model.path", "backend", "engine", "transport"}
-    again = CliRunner().invoke(main, ["init"])
+    again = CliRunner().invoke(main, ["init", "my run"])
     assert again.exit_code == 2
     assert "exists already" in again.stderr
 
@@ -73,3 +72,19 @@ def test_no_heavy_library_is_imported(tmp_path: Path, command: list[str]) -> Non
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_init_names_a_model_that_is_there_and_the_run_validates(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "models" / "tiny"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
+    (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    (model / "tokenizer.json").write_text("{}")
+    (model / "chat_template.jinja").write_text("{{ messages }}")
+    monkeypatch.chdir(tmp_path)
+    assert CliRunner().invoke(main, ["init"]).exit_code == 0
+    result = CliRunner().invoke(main, ["validate", "run.yaml"])
+    assert (result.exit_code, result.stdout) == (0, "run.yaml: no problems.\n")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import re
+import shlex
 from pathlib import Path
 
 import click
@@ -24,19 +27,19 @@ seed: 0
 model: {model}
 
 # --- the task: prompts in, a score out ---
-data: train.jsonl                   # one JSON object a line: prompt, and label where there is one
-environment: chat                   # {environment}
-rewards: [reward.py:score]          # a function of yours, or {reward}
+data: {data}  # one JSON object a line: prompt, and label where there is one
+environment: chat  # {environment}
+rewards: [{score}]  # a function of yours, or {reward}
 
 # --- how trajectories are sampled ---
 rollout:
   sampling: {{temperature: 1.0, max_tokens: 64}}
-  filters: []                       # {filter}
+  filters: []  # {filter}
 
 # --- what is learnt from them ---
-advantage: grpo                     # {advantage}
-loss: ppo-clip                      # {loss}
-corrections: []                     # {correction}
+advantage: grpo  # {advantage}
+loss: ppo-clip  # {loss}
+corrections: []  # {correction}
 optimizer: {{lr: 1e-6, schedule: constant, warmup_steps: 0}}
 
 # --- what does the work ---
@@ -49,8 +52,10 @@ placement: {{mode: colocated, trainer_ranks: 1, engines: 1, device: auto}}
 # --- how much of it, and what is kept ---
 schedule: {{steps: 20, groups_per_step: 4, group_size: 4}}
 checkpoint: {{every_steps: 10}}
-# eval: {{every_steps: 10, prompts: 64}}      # with data: {{train: train.jsonl, eval: heldout.jsonl}}
+# eval: {{every_steps: 10, prompts: 64}}      # with data: {{train: {data}, eval: heldout.jsonl}}
 """
+
+COMMENT_COLUMN = 34
 
 TRAIN_ROWS = """\
 {"prompt": "What is 2 + 3? Answer with the number alone.", "label": "5"}
@@ -86,30 +91,39 @@ def command(directory: Path, model: Path | None) -> None:
             do="choose another: miles init OTHER_DIRECTORY",
         )
     found = model or _find_model(directory)
-    files["run.yaml"] = run_file(discover(), name=directory.resolve().name, model=found)
+    files["run.yaml"] = run_file(discover(), directory, found)
     directory.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (directory / name).write_text(text, encoding="utf-8")
         click.echo(f"wrote {directory / name}")
     if found is None:
         click.echo("next: put the path of your model into run.yaml")
-    start = "" if directory.resolve() == Path.cwd() else f"cd {directory} && "
-    click.echo(f"then: {start}miles validate run.yaml")
+    click.echo(f"then: miles validate {shlex.quote(str(directory / 'run.yaml'))}")
 
 
-def run_file(registry: Registry, *, name: str, model: Path | None) -> str:
+def run_file(registry: Registry, directory: Path, model: Path | None) -> str:
     """The text of the run-file; comments name what else is installed."""
-    safe = "".join(letter if letter.isalnum() or letter in "._-" else "-" for letter in name).lstrip("._-")
+    safe = re.sub(r"[^A-Za-z0-9._-]", "-", directory.resolve().name)[:100].lstrip("._-")
     alternatives = {kind: _alternatives(registry, kind) for kind in KINDS}
     picks = {f"use_{kind}": _pick(registry, kind) for kind in ("backend", "engine", "transport", "executor")}
-    place = str(model.resolve()) if model else "path/to/model"
-    note = "" if model else "                # yours to fill in: a Hugging Face folder"
-    return RUN_FILE.format(name=safe or "run", model=f"{_quoted(place)}{note}", **alternatives, **picks)
+    places = {
+        "model": _quoted(str(model or "path/to/model"))
+        + ("" if model else "  # yours to fill in: a Hugging Face folder"),
+        "data": _quoted(str(directory / "train.jsonl")),
+        "score": _quoted(f"{directory / 'reward.py'}:score"),
+    }
+    text = RUN_FILE.format(name=safe or "run", **places, **alternatives, **picks)
+    return "\n".join(_aligned(line) for line in text.split("\n"))
 
 
-def _quoted(path: str) -> str:
-    # A plain YAML scalar may hold neither of these; a path rarely does.
-    return f'"{path}"' if any(mark in path for mark in (": ", " #", "'")) or not path.isprintable() else path
+def _aligned(line: str) -> str:
+    code, mark, comment = line.partition("  # ")
+    return f"{code.rstrip().ljust(COMMENT_COLUMN)}{mark}{comment}" if code.strip() and mark else line
+
+
+def _quoted(text: str) -> str:
+    """The text as a YAML scalar that may stand anywhere; a JSON string is one."""
+    return text if re.fullmatch(r"[A-Za-z0-9_./-]+(:[A-Za-z0-9_]+)?", text) else json.dumps(text)
 
 
 def _usable(registry: Registry, kind: str) -> list[str]:
@@ -124,7 +138,7 @@ def _pick(registry: Registry, kind: str) -> str:
     """The default where it is installed, else the first that is, with the others in a comment."""
     usable, default = _usable(registry, kind), default_pick(kind)
     chosen = default if default in usable or not usable else usable[0]
-    return f"{str(chosen).ljust(max(35 - len(kind), 1))} # {_alternatives(registry, kind)}"
+    return f"{chosen}  # {_alternatives(registry, kind)}"
 
 
 def _find_model(directory: Path) -> Path | None:

@@ -47,6 +47,11 @@ def options_of(entry: Entry) -> list[dict[str, Any]]:
     model = load_target(entry.capability.options)
     if not (isinstance(model, type) and issubclass(model, BaseModel)):
         raise PluginError(f"`{entry.capability.options}` is not a pydantic model", where=entry.owner)
+    return describe_fields(model)
+
+
+def describe_fields(model: type[BaseModel]) -> list[dict[str, Any]]:
+    """Name, type, default and description of every field of a model."""
     properties = model.model_json_schema().get("properties", {})
     return [
         {

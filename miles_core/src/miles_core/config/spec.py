@@ -89,6 +89,11 @@ class SamplingSpec(Section):
     """Stop strings beside the family's stop tokens."""
 
 
+class EvalSamplingSpec(SamplingSpec):
+    temperature: NonNegativeFloat = 0.0
+    """As for training, but 0 by default: greedy."""
+
+
 class RolloutSpec(Section):
     sampling: SamplingSpec = SamplingSpec()
     """How training trajectories are sampled."""
@@ -188,7 +193,7 @@ class EvalSpec(Section):
     """Held-out prompts, always the same ones."""
     samples_per_prompt: PositiveInt = 1
     """Trajectories per held-out prompt."""
-    sampling: SamplingSpec = SamplingSpec(temperature=0.0)
+    sampling: EvalSamplingSpec = EvalSamplingSpec()
     """How evaluation samples."""
 
 
