@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from miles_core.capability import Capability, Rule
 from miles_core.config.load import parse
 from miles_core.config.problems import Problem, RunFileError
 from miles_core.config.resolve import ResolvedRun, check_run, resolve
 from miles_core.config.spec import dump
-from miles_core.registry import Registry
+from miles_core.registry import Entry, Registry
 
 BASE = """\
 name: run
@@ -230,3 +235,66 @@ def test_empty_and_unknown_data_is_refused(workplace: Path, registry: Registry) 
 def test_the_checkpoints_own_limit_counts_where_the_run_file_gives_none(workplace: Path, registry: Registry) -> None:
     assert problems(registry, "rollout.sampling.max_tokens=1023") == []
     assert only(registry, "rollout.sampling.max_tokens=1023", "model.context_length=100").rule == "MIL601"
+
+
+# --- code that is not ours --------------------------------------------------------------------------------------------
+
+PLUGIN = """
+from miles_core.rules import Finding
+from pydantic import BaseModel, model_validator
+
+class Careless(BaseModel):
+    size: int = 3
+
+    @model_validator(mode="after")
+    def _check(self):
+        return {}["no such key"] if self.size > 9 else self
+
+def even(facts):
+    if facts.values["transport.size"] % 2:
+        yield Finding(path="transport.size", found=f"{facts.values['transport.size']} is odd")
+
+def raises(facts):
+    raise RuntimeError("a bug")
+"""
+
+
+def with_transport(registry: Registry, **parts: Any) -> Registry:
+    entry = Entry(
+        kind="transport",
+        capability=Capability(name="odd", summary="", load="x:X", **parts),
+        distribution="miles-odd",
+        version="2.0",
+        plugin="odd",
+    )
+    return replace(registry, capabilities=(*registry.capabilities, entry))
+
+
+@pytest.fixture
+def odd_plugin(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    (workplace / "odd_plugin.py").write_text(PLUGIN)
+    monkeypatch.syspath_prepend(str(workplace))
+    yield
+    sys.modules.pop("odd_plugin", None)
+
+
+@pytest.mark.usefixtures("odd_plugin")
+def test_a_rules_check_sees_the_options_and_reports_under_its_id(registry: Registry) -> None:
+    rule = Rule(id="even-size", because="halves must be equal", instead="use an even size", check="odd_plugin:even")
+    odd = with_transport(registry, options="odd_plugin:Careless", rules=(rule,))
+    assert problems(odd, "transport={use: odd, size: 4}") == []
+    problem = only(odd, "transport={use: odd, size: 5}")
+    assert (problem.path, problem.rule, problem.owner) == ("transport.size", "even-size", "miles-odd 2.0")
+    assert problem.message == "5 is odd; halves must be equal"
+
+
+@pytest.mark.usefixtures("odd_plugin")
+def test_a_plugin_that_raises_is_a_problem_with_its_name(registry: Registry) -> None:
+    rule = Rule(id="buggy", because="x", instead="y", check="odd_plugin:raises")
+    problem = only(with_transport(registry, rules=(rule,)), "transport=odd")
+    assert "RuntimeError: a bug" in problem.message
+    assert (problem.rule, problem.owner) == ("buggy", "miles-odd 2.0")
+    problem = only(with_transport(registry, options="odd_plugin:Careless"), "transport={use: odd, size: 10}")
+    assert "KeyError" in problem.message
+    assert problem.owner == "miles-odd 2.0"
+    assert "odd_plugin" in only(with_transport(registry, options="odd_plugin:Gone"), "transport=odd").message

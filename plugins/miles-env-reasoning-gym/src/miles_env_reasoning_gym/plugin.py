@@ -17,7 +17,7 @@ def miles_environments() -> Iterable[Capability]:
             summary="generated reasoning tasks with verifiers; brings train and held-out prompts",
             load="miles_env_reasoning_gym.environment:ReasoningGymEnvironment",
             options="miles_env_reasoning_gym.options:EnvironmentOptions",
-            provides=frozenset({"provides-prompts"}),
+            provides=frozenset({"provides-prompts", "needs-rewards"}),
         )
     ]
 
