@@ -1,7 +1,7 @@
 """`miles plugins new KIND NAME`: a complete distribution whose tests pass before anything is changed.
 
-The files are templates in `scaffold/`: `common/` for what every distribution has, and one folder a kind with the smallest
-implementation that passes its conformance kit. ``$name`` stands for a value; nothing else is special in them.
+The files are templates in `scaffold/`: `common/` for what every distribution has, and one folder a kind with the
+smallest implementation that passes its conformance kit. ``$name`` stands for a value; nothing else is special in them.
 """
 
 from __future__ import annotations
