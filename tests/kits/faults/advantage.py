@@ -7,6 +7,7 @@ from torch import Tensor
 
 from miles_core.algorithms.advantages import dr_grpo, grpo
 from miles_core.kinds.advantage import AdvantageInputs
+from miles_core.testing.advantage import AdvantageConformance
 
 
 def _by_group(inputs: AdvantageInputs, divide: bool, eps: float) -> Tensor:
@@ -81,3 +82,87 @@ def changes_its_input(inputs: AdvantageInputs, /) -> Tensor:
 def _fields(inputs: AdvantageInputs) -> dict[str, Tensor | None]:
     names = ("rewards", "group_ids", "sequence_ids", "mask", "kl", "values")
     return {name: getattr(inputs, name) for name in names}
+
+
+class Faulty(AdvantageConformance):
+    provides = frozenset({"needs-group"})
+
+    def make(self):
+        return type(self).fault
+
+
+class TestDividesByZeroDeviation(Faulty):
+    fault = staticmethod(divides_by_zero_deviation)
+    caught_by = {
+        "test_a_group_of_one_is_finite": "a group of one",
+        "test_equal_rewards_stay_finite": "all-equal rewards",
+        "test_one_trained_token_in_all_is_finite": "isfinite",
+    }
+
+
+class TestDividesByTheDeviationOfOne(Faulty):
+    fault = staticmethod(divides_by_the_deviation_of_one)
+    caught_by = {
+        "test_a_group_of_one_is_finite": "a group of one",
+        "test_one_trained_token_in_all_is_finite": "isfinite",
+    }
+
+
+class TestRoundingAsSignal(Faulty):
+    fault = staticmethod(rounding_as_signal)
+    caught_by = {
+        "test_equal_rewards_stay_finite": "expected exactly 0",
+    }
+
+
+class TestTrainsPrompts(Faulty):
+    fault = staticmethod(trains_prompts)
+    caught_by = {
+        "test_untrained_tokens_have_no_advantage": "0 outside the mask",
+        "test_what_untrained_tokens_hold_does_not_matter": "KL or values",
+    }
+
+
+class TestFloat32Only(Faulty):
+    fault = staticmethod(float32_only)
+    caught_by = {
+        "test_one_finite_value_per_token_in_the_dtype_of_the_rewards": "torch.float32",
+    }
+
+
+class TestGroupsByPosition(Faulty):
+    fault = staticmethod(groups_by_position)
+    caught_by = {
+        "test_groups_of_different_sizes_have_a_baseline_of_their_own": "group of rewards 1, 0",
+        "test_the_order_of_sequences_does_not_matter": "reordering",
+    }
+
+
+class TestOneBaselineForAll(Faulty):
+    fault = staticmethod(one_baseline_for_all)
+    caught_by = {
+        "test_groups_of_different_sizes_have_a_baseline_of_their_own": "group of rewards 1, 0",
+    }
+
+
+class TestWrongSign(Faulty):
+    fault = staticmethod(wrong_sign)
+    caught_by = {
+        "test_a_better_trajectory_has_the_larger_advantage": "rewards 3, 0, 1",
+        "test_groups_of_different_sizes_have_a_baseline_of_their_own": "group of rewards 1, 0",
+    }
+
+
+class TestKlOfPromptTokens(Faulty):
+    fault = staticmethod(kl_of_prompt_tokens)
+    caught_by = {
+        "test_what_untrained_tokens_hold_does_not_matter": "KL or values",
+    }
+
+
+class TestChangesItsInput(Faulty):
+    fault = staticmethod(changes_its_input)
+    caught_by = {
+        "test_the_advantage_is_pure": "two calls",
+        "test_what_untrained_tokens_hold_does_not_matter": "KL or values",
+    }

@@ -8,6 +8,7 @@ import torch
 
 from miles_core.algorithms.losses import ppo_clip
 from miles_core.kinds.loss import LossInputs, LossOutput
+from miles_core.testing.loss import LossConformance
 
 
 def mean_over_micro_batch(inputs: LossInputs, /) -> LossOutput:
@@ -63,3 +64,84 @@ def changes_its_input(inputs: LossInputs, /) -> LossOutput:
     right = ppo_clip(replace(inputs, advantages=inputs.advantages.clone()))
     inputs.advantages.mul_(0.5)
     return right
+
+
+class Faulty(LossConformance):
+    def make(self):
+        return type(self).fault
+
+
+class TestMeanOverMicroBatch(Faulty):
+    fault = staticmethod(mean_over_micro_batch)
+    caught_by = {
+        "test_value_and_gradient_do_not_depend_on_micro_batches_or_ranks": "depends on the split",
+    }
+
+
+class TestMeanOverPaddedTokens(Faulty):
+    fault = staticmethod(mean_over_padded_tokens)
+    caught_by = {
+        "test_value_and_gradient_do_not_depend_on_micro_batches_or_ranks": "depends on the split",
+        "test_value_and_gradient_do_not_depend_on_padding": "depends on padding",
+    }
+
+
+class TestWhitensInMicroBatch(Faulty):
+    fault = staticmethod(whitens_in_micro_batch)
+    caught_by = {
+        "test_a_token_depends_on_its_own_sequence_alone": "changed the loss of another",
+        "test_value_and_gradient_do_not_depend_on_micro_batches_or_ranks": "depends on the split",
+    }
+
+
+class TestPackedSequenceRatio(Faulty):
+    fault = staticmethod(packed_sequence_ratio)
+    caught_by = {
+        "test_the_first_step_follows_the_policy_gradient": "descent lowers the probability",
+        "test_value_and_gradient_do_not_depend_on_micro_batches_or_ranks": "depends on the split",
+    }
+
+
+class TestShiftedByOne(Faulty):
+    fault = staticmethod(shifted_by_one)
+    caught_by = {
+        "test_the_first_step_follows_the_policy_gradient": "descent lowers the probability",
+        "test_untrained_tokens_give_and_take_nothing": "outside the mask",
+        "test_value_and_gradient_do_not_depend_on_micro_batches_or_ranks": "depends on the split",
+        "test_value_and_gradient_do_not_depend_on_padding": "depends on padding",
+    }
+
+
+class TestForgetsTheMask(Faulty):
+    fault = staticmethod(forgets_the_mask)
+    caught_by = {
+        "test_untrained_tokens_give_and_take_nothing": "outside the mask",
+    }
+
+
+class TestWrongSign(Faulty):
+    fault = staticmethod(wrong_sign)
+    caught_by = {
+        "test_the_first_step_follows_the_policy_gradient": "descent lowers the probability",
+    }
+
+
+class TestOverflows(Faulty):
+    fault = staticmethod(overflows)
+    caught_by = {
+        "test_extreme_ratios_stay_finite": "at log-ratios of +-300",
+    }
+
+
+class TestAttachedMetrics(Faulty):
+    fault = staticmethod(attached_metrics)
+    caught_by = {
+        "test_metrics_are_per_token_and_carry_no_gradient": "keeps the graph",
+    }
+
+
+class TestChangesItsInput(Faulty):
+    fault = staticmethod(changes_its_input)
+    caught_by = {
+        "test_the_loss_is_pure": "two calls",
+    }
