@@ -20,6 +20,8 @@ from miles_core.tracking.run_dir import RunDir
 
 SHOWN_TOKENS = 700
 SHOWN_EVENTS = 40
+PHASES = ("rollout", "log_probs", "train", "publish", "save", "eval")
+"""In the order of a step, which is the order in the bar."""
 
 
 def write_report(run: Path) -> Path:
@@ -180,7 +182,7 @@ def _charts(run: RunRecord) -> str:
             )
             for label, name in named.items()
         ]
-        return _chart(title, help_of, line_chart(title, _unit(help_of), series))
+        return _chart(title, help_of, line_chart(title, series))
 
     cards = [
         _reward_chart(run),
@@ -237,17 +239,19 @@ def _reward_chart(run: RunRecord) -> str:
         Series(label="training", points=run.series("rollout/reward_mean"), smooth=True),
         Series(label="held out", points=held_out, dots=True, errors=[errors.get(step, 0.0) for step, _ in held_out]),
     ]
-    return _chart("Reward", "rollout/reward_mean", line_chart("Reward", "reward", series))
+    return _chart("Reward", "rollout/reward_mean", line_chart("Reward", series))
 
 
 def _phase_chart(run: RunRecord) -> str:
-    phases = [name for name in run.names("time/", clock=True) if name not in ("time/step_s", "time/start_s")]
+    recorded = run.names("time/", clock=True)
+    known = [f"time/{phase}_s" for phase in PHASES]
+    others = [name for name in recorded if name not in (*known, "time/step_s", "time/start_s")]
     series = [
         Series(
             label=name.removeprefix("time/").removesuffix("_s").replace("_", " "),
             points=[(step, value) for step, value in run.series(name, clock=True) if step > 0],
         )
-        for name in phases
+        for name in [*known, *others]
     ]
     return _chart("Seconds by phase", "time/{phase}_s", stacked_bars("Seconds by phase", "s", series))
 
@@ -257,7 +261,7 @@ def _throughput_chart(run: RunRecord) -> str:
         Series(label=label, points=run.series(f"throughput/{name}_tokens_per_s", clock=True))
         for label, name in (("rollout", "rollout"), ("training", "train"))
     ]
-    return _chart("Throughput", "throughput/rollout_tokens_per_s", line_chart("Throughput", "tokens/s", series))
+    return _chart("Throughput", "throughput/rollout_tokens_per_s", line_chart("Throughput", series))
 
 
 def _chart(title: str, metric: str, svg: str) -> str:
@@ -265,12 +269,8 @@ def _chart(title: str, metric: str, svg: str) -> str:
         return ""
     found = find(metric)
     about = f"<figcaption>{escape(found.help)}</figcaption>" if found else ""
-    return f"<figure><h3>{escape(title)}</h3>{svg}{about}</figure>"
-
-
-def _unit(metric: str) -> str:
-    found = find(metric)
-    return found.unit if found else ""
+    unit = f" <small>{escape(found.unit)}</small>" if found and found.unit != title.lower() else ""
+    return f"<figure><h3>{escape(title)}{unit}</h3>{svg}{about}</figure>"
 
 
 # --- trajectories -----------------------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def _events(run: RunRecord) -> str:
 
 
 def _short(value: Any) -> str:
-    text = str(value)
+    text = f"{value:.4g}" if isinstance(value, float) else str(value)
     return text if len(text) <= 300 else text[:300] + "…"
 
 

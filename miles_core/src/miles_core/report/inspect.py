@@ -150,7 +150,10 @@ def summary_rows(rows: Sequence[RolloutRow]) -> list[dict[str, object]]:
 
 def summary_table(rows: Sequence[RolloutRow]) -> Table:
     """All trajectories of a step, one a line."""
-    table = Table("sample", "group", "status", "reward", "sampled", "mean |d|", "max |d|", "version", "text")
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
+    for heading in ("sample", "group", "status", "reward", "tokens", "mean |d|", "max |d|", "version"):
+        table.add_column(heading, no_wrap=True)
+    table.add_column("text", ratio=1)
     for item in summary_rows(rows):
         versions = item["versions"]
         assert isinstance(versions, list)
@@ -162,7 +165,7 @@ def summary_table(rows: Sequence[RolloutRow]) -> Table:
             str(item["sampled"]),
             _number(item["mismatch_mean"]),
             _number(item["mismatch_max"]),
-            "-".join(map(str, {versions[0]: 0, versions[-1]: 0})) if versions else "",
+            "-".join(map(str, dict.fromkeys((versions[0], versions[-1])))) if versions else "",
             Text(" ".join(str(item["text"] or item["failure"] or "").split()), overflow="ellipsis", no_wrap=True),
         )
     return table

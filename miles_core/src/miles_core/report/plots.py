@@ -28,7 +28,7 @@ class Series:
     """Draw the values faintly and their running mean over them."""
 
 
-def line_chart(title: str, unit: str, series: Sequence[Series]) -> str:
+def line_chart(title: str, series: Sequence[Series]) -> str:
     """An SVG of all series over the step, or nothing when none has a point."""
     series = [one for one in series if one.points]
     if not series:
@@ -36,7 +36,7 @@ def line_chart(title: str, unit: str, series: Sequence[Series]) -> str:
     xs = [x for one in series for x, _ in one.points]
     ys = [y for one in series for _, y in _with_errors(one)]
     frame = _Frame.around(xs, ys)
-    parts = [frame.grid(unit)]
+    parts = [frame.grid()]
     for index, one in enumerate(series):
         points = _thinned(one.points)
         if one.dots:
@@ -63,7 +63,7 @@ def stacked_bars(title: str, unit: str, series: Sequence[Series]) -> str:
     shown = _every_nth(steps)
     frame = _Frame.around([steps[0] - 0.5, steps[-1] + 0.5], [0.0, max(totals[step] for step in shown)])
     width = max(0.5, (frame.x(steps[0] + 1.0) - frame.x(steps[0])) * (steps[-1] - steps[0] + 1) / len(shown) * 0.8)
-    parts = [frame.grid(unit)]
+    parts = [frame.grid()]
     for step in shown:
         base = 0.0
         says = [f"step {step:g}: {totals[step]:.3g} {unit}"]
@@ -112,7 +112,7 @@ class _Frame:
     def dot(self, point: tuple[float, float], css: str) -> str:
         return f'<circle class="{css}" cx="{self.x(point[0]):.1f}" cy="{self.y(point[1]):.1f}" r="3"/>'
 
-    def grid(self, unit: str) -> str:
+    def grid(self) -> str:
         parts = []
         for tick in self.y_ticks:
             y = self.y(tick)
@@ -123,15 +123,15 @@ class _Frame:
             if self.x_low <= tick <= self.x_high:
                 x = self.x(tick)
                 parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 9}" text-anchor="middle">{tick:g}</text>')
-        parts.append(f'<text class="unit" x="{WIDTH - RIGHT}" y="{TOP + 10}" text-anchor="end">{escape(unit)}</text>')
         return "".join(parts)
 
 
 def ticks(low: float, high: float, count: int = 4) -> tuple[float, ...]:
     """Round numbers from at or below `low` to at or above `high`, in about `count` steps of 1, 2 or 5 times 10^n."""
-    if low == high:
-        reach = abs(low) * 0.1 or 1.0
-        low, high = low - reach, high + reach
+    if low == high == 0:
+        high = 1.0  # a count or a distance that is always 0
+    elif low == high:
+        low, high = low - abs(low) * 0.1, high + abs(low) * 0.1
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= raw * (1 - 1e-9))
