@@ -19,10 +19,11 @@ from pydantic_core import PydanticUndefined
 from miles_core.capability import KINDS, State
 from miles_core.cli.plugin_show import REQUIRED, describe_fields, options_of
 from miles_core.config import translate
-from miles_core.config.checks import CHECKS, UNUSED
+from miles_core.config.checks import CHECKS
 from miles_core.config.files import FILE_CHECKS
 from miles_core.config.picks import SECTIONS
 from miles_core.config.spec import Pick, RunSpec, Section
+from miles_core.config.unused import UNUSED
 from miles_core.known import KNOWN
 from miles_core.registry import FUNCTION_KINDS, Entry, discover
 

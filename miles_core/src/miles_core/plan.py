@@ -123,7 +123,7 @@ class Plan:
 
 def derive_run_dir(spec: RunSpec) -> Path:
     """The directory a run writes into."""
-    return Path(spec.tracking.dir).expanduser() / spec.name
+    return Path(spec.tracking.dir) / spec.name
 
 
 def _count_devices(folder: Path, environ: Mapping[str, str]) -> int:

@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from miles_core.capability import Capability, Rule
+from miles_core.config import translate, yaml12
 from miles_core.config.load import parse
-from miles_core.config.problems import Problem, RunFileError
+from miles_core.config.problems import Problem, RunFileError, render_json, render_text
 from miles_core.config.resolve import ResolvedRun, check_run, resolve
-from miles_core.config.spec import dump
+from miles_core.config.spec import RunSpec, dump
 from miles_core.registry import Entry, Registry
 
 BASE = """\
@@ -208,8 +211,9 @@ def test_each_check_finds_its_fault_alone(workplace: Path, registry: Registry, i
 
 
 def test_every_check_is_tried_above() -> None:
-    from miles_core.config.checks import CHECKS, UNUSED
+    from miles_core.config.checks import CHECKS
     from miles_core.config.files import FILE_CHECKS
+    from miles_core.config.unused import UNUSED
 
     tried = {*SOUND_BUT_FOR, "MIL702"}
     assert {check.id for check in (*CHECKS, *UNUSED, *FILE_CHECKS)} == tried
@@ -230,6 +234,13 @@ def test_empty_and_unknown_data_is_refused(workplace: Path, registry: Registry) 
     assert ".csv" in only(registry, "data=rows.csv").message
     (workplace / "folder").mkdir()
     assert "empty folder" in only(registry, "data=folder").message
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/model", "a\0b", ""])
+def test_a_name_the_file_system_refuses_is_a_problem(workplace: Path, registry: Registry, name: str) -> None:
+    assert only(registry, f"model={yaml12.dump(name)}").path == "model.path"
+    assert only(registry, f"data={yaml12.dump(name + '.jsonl')}").path == "data.train"
+    assert only(registry, f"rewards=[{yaml12.dump(name + '.py:f').strip()}]").path == "rewards.0"
 
 
 def test_the_checkpoints_own_limit_counts_where_the_run_file_gives_none(workplace: Path, registry: Registry) -> None:
@@ -298,3 +309,31 @@ def test_a_plugin_that_raises_is_a_problem_with_its_name(registry: Registry) -> 
     assert "KeyError" in problem.message
     assert problem.owner == "miles-odd 2.0"
     assert "odd_plugin" in only(with_transport(registry, options="odd_plugin:Gone"), "transport=odd").message
+
+
+# --- totality ---------------------------------------------------------------------------------------------------------
+
+KEYS = sorted({part for path in translate.known_paths(RunSpec) for part in path.split(".")} | {"low", "std", "x"})
+WORDS = ["ppo-clip", "grpo", "tis", "ring", "inprocess", "spread", "gym", "score.py:score", "http", "sync", "loss", "?"]
+ATOMS = st.none() | st.booleans() | st.integers(-2, 10) | st.floats() | st.sampled_from(WORDS) | st.text(max_size=3)
+TREES = st.recursive(
+    ATOMS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(KEYS), inner, max_size=4),
+    max_leaves=10,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sections=st.dictionaries(st.sampled_from([*RunSpec.model_fields, "x"]), TREES, max_size=5),
+    path=st.sampled_from([*translate.known_paths(RunSpec)]),
+    value=TREES,
+)
+def test_validation_never_raises(workplace: Path, registry: Registry, sections: Any, path: str, value: Any) -> None:
+    """Whatever a file says: a run, or at least one problem."""
+    base = parse(BASE, [f"{path}={yaml12.dump(value)}"])
+    for source in (base, replace(base, tree={**base.tree, **sections})):
+        run, found = check_run(source, registry)
+        assert (run is None) == bool(found)
+        render_text(found)
+        render_json(found)

@@ -1,12 +1,8 @@
-"""What must hold between core's own keys, each with an id. What a capability demands is a rule of that capability.
-
-`CHECKS` find combinations that cannot work; `UNUSED` lists keys that have no effect in some run. Both are documented on
-the page of compatibility.
-"""
+"""What must hold between core's own keys, each with an id. What a capability demands is a rule of that capability."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +24,11 @@ class Setup:
     def provides(self, kind: str, tag: str) -> bool:
         return tag in self.tags.get(kind, frozenset())
 
-    def with_model(self) -> Setup:
-        """The same with the model folder's figures, where it can be read."""
+    def with_model(self, path: Path) -> Setup:
+        """The same with the figures of the model folder at `path`, where it can be read."""
         try:
-            return replace(self, model=read_model_folder(Path(self.spec.model.path).expanduser()))
-        except ModelFolderError:
+            return replace(self, model=read_model_folder(path))
+        except (ModelFolderError, OSError, ValueError):
             return self  # reported with the files
 
 
@@ -65,19 +61,6 @@ class Check:
     """Says what is wrong in this setup, or None."""
     do: str
     reads: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unused:
-    """Keys that nothing reads while `when` holds; setting one to other than its default is an error."""
-
-    id: str
-    paths: tuple[str, ...]
-    when: Callable[[Setup], bool]
-    because: str
-    do: str
-    reads: tuple[str, ...]
     kinds: tuple[str, ...] = ()
 
 
@@ -321,58 +304,6 @@ CHECKS: tuple[Check, ...] = (
     ),
 )
 
-UNUSED: tuple[Unused, ...] = (
-    Unused(
-        id="MIL901",
-        paths=("data",),
-        when=lambda s: s.provides("environment", "provides-prompts"),
-        because="the environment brings its own prompts, so nothing reads `data`",
-        do="remove it, or pick an environment without prompts, such as `chat`",
-        reads=(),
-        kinds=("environment",),
-    ),
-    Unused(
-        id="MIL902",
-        paths=("data.eval", "eval.prompts", "eval.samples_per_prompt", "eval.sampling"),
-        when=lambda s: s.spec.eval.every_steps is None,
-        because="evaluation is off, so nothing reads it",
-        do="set eval.every_steps, or remove it",
-        reads=("eval.every_steps",),
-    ),
-    Unused(
-        id="MIL903",
-        paths=("rollout.reward_timeout_s", "rollout.reward_workers"),
-        when=lambda s: not s.spec.rewards,
-        because="no reward is picked, so nothing reads it",
-        do="remove it, or add a reward",
-        reads=("rewards",),
-    ),
-    Unused(
-        id="MIL904",
-        paths=("objective.kl_in", "objective.kl_estimator"),
-        when=lambda s: s.spec.objective.kl_coef == 0,
-        because="objective.kl_coef is 0, so no KL is measured",
-        do="set objective.kl_coef above 0, or remove it",
-        reads=("objective.kl_coef",),
-    ),
-    Unused(
-        id="MIL905",
-        paths=("objective.fixed_length_tokens",),
-        when=lambda s: s.spec.objective.reduction != "fixed-length",
-        because="only the reduction `fixed-length` reads it",
-        do="set objective.reduction: fixed-length, or remove it",
-        reads=("objective.reduction",),
-    ),
-    Unused(
-        id="MIL906",
-        paths=("optimizer.min_lr_ratio",),
-        when=lambda s: s.spec.optimizer.schedule == "constant",
-        because="a constant schedule has no end to decay to",
-        do="set optimizer.schedule: cosine or linear, or remove it",
-        reads=("optimizer.schedule",),
-    ),
-)
-
 
 def run_checks(setup: Setup) -> Iterator[Found]:
     """Everything wrong between core's keys."""
@@ -386,28 +317,3 @@ def run_checks(setup: Setup) -> Iterator[Found]:
                 reads=(check.path, *check.reads),
                 kinds=frozenset(check.kinds),
             )
-    for unused in UNUSED:
-        if unused.when(setup):
-            yield from _set_anyway(setup, unused)
-
-
-def _set_anyway(setup: Setup, unused: Unused) -> Iterable[Found]:
-    for path in unused.paths:
-        if value_at(setup.spec, path) != default_at(path):
-            yield Found(
-                id=unused.id,
-                path=path,
-                message=unused.because,
-                do=unused.do,
-                reads=(path, *unused.reads),
-                kinds=frozenset(unused.kinds),
-                show=path not in ("data", "eval.sampling"),
-            )
-
-
-_MINIMAL = RunSpec.model_validate({"name": "x", "model": "x", "schedule": {"steps": 1}})
-
-
-def default_at(path: str) -> Any:
-    """The default of a key; None for those without one."""
-    return value_at(_MINIMAL, path)

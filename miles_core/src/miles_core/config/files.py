@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,45 +32,65 @@ FILE_CHECKS = (
 )
 
 
+def absolute(text: str) -> Path:
+    """A path of the run-file: `~` is expanded, and a relative one starts where the command was started."""
+    path = Path(text)
+    with contextlib.suppress(RuntimeError):  # the home of a user who does not exist; then `~` is a name like others
+        path = path.expanduser()
+    return path.absolute()
+
+
 def check_files(spec: RunSpec) -> Iterator[Found]:
     """Every file that is missing or plainly of the wrong kind."""
-    yield from _check_model(Path(spec.model.path).expanduser())
+    yield from _attempt(_check_model, "model.path", spec.model.path)
     if spec.data is not None:
-        yield from _check_data("data.train", spec.data.train)
+        yield from _attempt(_check_data, "data.train", spec.data.train)
         if spec.data.eval is not None:
-            yield from _check_data("data.eval", spec.data.eval)
-            if Path(spec.data.eval).expanduser().absolute() == Path(spec.data.train).expanduser().absolute():
+            yield from _attempt(_check_data, "data.eval", spec.data.eval)
+            if absolute(spec.data.eval) == absolute(spec.data.train):
                 yield _found(
                     "MIL704", "data.eval", "it is the training file itself", "name a file the run never trains on"
                 )
+
+
+def _attempt(check: Callable[[str, Path], Iterator[Found]], path: str, text: str) -> list[Found]:
+    """The findings of a check; a name that the file system cannot even look up is one too."""
+    try:
+        return list(check(path, absolute(text)))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or str(error)
+        return [
+            _found("MIL701" if path == "model.path" else "MIL703", path, f"cannot be looked up: {reason}", "mend it")
+        ]
 
 
 def _found(id: str, path: str, message: str, do: str) -> Found:
     return Found(id=id, path=path, message=message, do=do, reads=(path,))
 
 
-def _check_model(folder: Path) -> Iterator[Found]:
+def _check_model(path: str, folder: Path) -> Iterator[Found]:
     do = "give the path of a Hugging Face folder; a relative one starts where you start miles"
     if not folder.is_dir():
         reason = "is no folder" if folder.exists() else "does not exist"
-        yield _found("MIL701", "model.path", f"{folder.absolute()} {reason}", do)
+        yield _found("MIL701", path, f"{folder} {reason}", do)
         return
     try:
         read_model_folder(folder)
     except ModelFolderError as error:
-        yield _found("MIL701", "model.path", f"{folder.absolute()}: {error}", do)
+        yield _found("MIL701", path, f"{folder}: {error}", do)
+        return
     if not (folder / "tokenizer.json").is_file():
         yield _found(
             "MIL702",
-            "model.path",
-            f"{folder.absolute()}: tokenizer.json is missing",
+            path,
+            f"{folder}: tokenizer.json is missing",
             "save the tokenizer with transformers: AutoTokenizer.from_pretrained(...).save_pretrained(...)",
         )
     elif not _has_chat_template(folder):
         yield _found(
             "MIL702",
-            "model.path",
-            f"{folder.absolute()}: the tokenizer has no chat template",
+            path,
+            f"{folder}: the tokenizer has no chat template",
             "use an instruction-tuned checkpoint, or put its chat_template.jinja into the folder",
         )
 
@@ -86,14 +107,13 @@ def _has_chat_template(folder: Path) -> bool:
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
-def _check_data(path: str, name: str) -> Iterator[Found]:
-    place = Path(name).expanduser()
+def _check_data(path: str, place: Path) -> Iterator[Found]:
     do = "give a .jsonl or .parquet file, or a folder saved by `datasets`; a relative path starts where you start miles"
     if not place.exists():
-        yield _found("MIL703", path, f"{place.absolute()} does not exist", do)
+        yield _found("MIL703", path, f"{place} does not exist", do)
     elif place.is_file() and place.suffix not in DATA_SUFFIXES:
         yield _found("MIL703", path, f"a file ending in `{place.suffix}` is neither JSONL nor Parquet", do)
     elif place.is_file() and place.stat().st_size == 0:
-        yield _found("MIL703", path, f"{place.absolute()} is empty", "fill it: one JSON object a line")
+        yield _found("MIL703", path, f"{place} is empty", "fill it: one JSON object a line")
     elif place.is_dir() and not any(place.iterdir()):
-        yield _found("MIL703", path, f"{place.absolute()} is an empty folder", do)
+        yield _found("MIL703", path, f"{place} is an empty folder", do)

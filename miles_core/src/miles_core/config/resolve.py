@@ -13,11 +13,12 @@ from typing import Any
 
 from miles_core.capability import KINDS, Capability, Rule, State
 from miles_core.config import checks, translate
-from miles_core.config.files import check_files
+from miles_core.config.files import absolute, check_files
 from miles_core.config.load import KeyPath, Source, dotted
 from miles_core.config.picks import SECTIONS, default_pick, kind_at
 from miles_core.config.problems import Problem, RunFileError
 from miles_core.config.spec import RewardPick, RunSpec
+from miles_core.config.unused import check_unused
 from miles_core.errors import PluginError
 from miles_core.registry import Entry, Registry, load_target
 from miles_core.rules import Facts, Violation, evaluate, parse
@@ -199,6 +200,10 @@ def _resolve_pick(work: _Work, kind: str, path: KeyPath, raw: Any) -> None:
     try:
         entry = work.registry.resolve(kind, use, Path.cwd())
         model = load_target(entry.capability.options) if entry.capability.options else None
+    except (OSError, ValueError) as error:  # a function's file whose name the file system refuses
+        work.unresolved.add(kind)
+        work.report(path, f"cannot be looked up: {error}", do="mend the name")
+        return
     except PluginError as error:
         work.unresolved.add(kind)
         where = path if isinstance(raw, str) else (*path, "use")
@@ -255,7 +260,7 @@ def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
     places = [(values["model"], "path")] + [(values["data"], key) for key in ("train", "eval") if values["data"]]
     for section, key in places:
         if section[key] is not None:
-            section[key] = str(Path(section[key]).expanduser().absolute())
+            section[key] = str(absolute(section[key]))
     return values
 
 
@@ -354,8 +359,8 @@ def _report_violation(work: _Work, violation: Violation, facts: Facts, pick: Key
 def _apply_checks(work: _Work, spec: RunSpec, *, files: bool) -> None:
     setup = checks.Setup(spec=spec, tags=_tags(work), model=None)
     if files and not _is_broken(work, "model.path"):
-        setup = setup.with_model()
-    findings = [*checks.run_checks(setup), *(check_files(spec) if files else ())]
+        setup = setup.with_model(absolute(spec.model.path))
+    findings = [*checks.run_checks(setup), *check_unused(setup), *(check_files(spec) if files else ())]
     for finding in findings:
         if any(_is_broken(work, path) for path in finding.reads) or work.unresolved & finding.kinds:
             continue

@@ -15,6 +15,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 NonNegativeFloat = Annotated[float, Field(ge=0.0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+PathText = Annotated[str, Field(min_length=1)]
 Reduction = Literal["token-mean", "sequence-mean-token-sum", "sequence-mean-token-mean", "fixed-length"]
 
 
@@ -49,16 +50,16 @@ def _short(field: str) -> BeforeValidator:
 
 
 class ModelSpec(Section):
-    path: str
+    path: PathText
     """Hugging Face folder: config.json, safetensors, tokenizer.json, chat template."""
     context_length: PositiveInt | None = None
     """Prompt plus output tokens at most; null takes the checkpoint's own limit."""
 
 
 class DataSpec(Section):
-    train: str
+    train: PathText
     """JSONL or Parquet file, or folder saved by Hugging Face `datasets`."""
-    eval: str | None = None
+    eval: PathText | None = None
     """Held-out split in the same format; `eval.every_steps` needs it unless the environment brings prompts."""
     prompt_field: str = "prompt"
     """Column with the prompt: text, or a list of messages."""
@@ -207,7 +208,7 @@ class CheckpointSpec(Section):
 
 
 class TrackingSpec(Section):
-    dir: str = "runs"
+    dir: PathText = "runs"
     """Folder that holds the run directory."""
     trackers: tuple[Pick, ...] | None = None
     """Beside metrics.jsonl; null takes TensorBoard where it is installed."""

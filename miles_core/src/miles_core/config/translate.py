@@ -140,6 +140,7 @@ _PHRASES = {
     "must be a dictionary": "must be a mapping",
     "Field required": "is missing",
     "String should match pattern": "must match the pattern",
+    "String should have": "must have",
 }
 
 
