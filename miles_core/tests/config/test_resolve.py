@@ -236,11 +236,15 @@ def test_empty_and_unknown_data_is_refused(workplace: Path, registry: Registry) 
     assert "empty folder" in only(registry, "data=folder").message
 
 
-@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/model", "a\0b", ""])
+@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/model", "a\0b"])
 def test_a_name_the_file_system_refuses_is_a_problem(workplace: Path, registry: Registry, name: str) -> None:
     assert only(registry, f"model={yaml12.dump(name)}").path == "model.path"
     assert only(registry, f"data={yaml12.dump(name + '.jsonl')}").path == "data.train"
     assert only(registry, f"rewards=[{yaml12.dump(name + '.py:f').strip()}]").path == "rewards.0"
+
+
+def test_an_empty_path_is_not_taken_for_the_current_folder(workplace: Path, registry: Registry) -> None:
+    assert only(registry, "model=''").message == "must have at least 1 character"
 
 
 def test_the_checkpoints_own_limit_counts_where_the_run_file_gives_none(workplace: Path, registry: Registry) -> None:

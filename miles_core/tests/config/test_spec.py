@@ -53,7 +53,7 @@ def test_durations_and_counts_of_tokens_carry_their_unit() -> None:
 # --- round trip -------------------------------------------------------------------------------------------------------
 
 NAMES = st.from_regex(r"[a-z][a-z0-9-]{0,8}", fullmatch=True)
-TEXTS = st.text(st.characters(codec="utf-8"), max_size=12)
+TEXTS = st.text(st.characters(codec="utf-8"), min_size=1, max_size=12)
 LEAVES = (
     st.none() | st.booleans() | st.integers(-(2**70), 2**70) | st.floats(allow_nan=False, allow_infinity=False) | TEXTS
 )
