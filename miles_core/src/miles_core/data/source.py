@@ -53,7 +53,8 @@ def build_prompts(data: DataSpec | None, environment: Environment, split: Split)
             )
         fields = {"prompt_field": data.prompt_field, "label_field": data.label_field}
         fields |= {"tools_field": data.tools_field, "metadata_field": data.metadata_field}
-        named = frozenset(fields[name] for name in data.model_fields_set & fields.keys())
+        # A resolved run-file writes every default out, so only a name that is not the default was asked for.
+        named = frozenset(column for name, column in fields.items() if column != DataSpec.model_fields[name].default)
         columns = Columns(
             prompt=data.prompt_field,
             label=data.label_field,

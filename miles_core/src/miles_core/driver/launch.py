@@ -10,8 +10,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from miles_core import plan as plans
-from miles_core.config.load import Source, dump
+from miles_core.config.load import Source
 from miles_core.config.resolve import ResolvedRun
+from miles_core.config.spec import dump
 from miles_core.driver import sync
 from miles_core.driver.assemble import open_run
 from miles_core.driver.environment import describe_environment
