@@ -22,7 +22,8 @@ from miles_core.errors import PluginError
 from miles_core.registry import FUNCTION_KINDS, Registry, discover
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-SCAFFOLD = "miles_core.cli"
+_EXTRA = {"backend": ("transformers>=5.0",), "engine": ("transformers>=5.0",)}
+"""What the scaffold of a kind needs beside the core."""
 
 
 @click.command("new")
@@ -94,7 +95,9 @@ def _values(kind: str, name: str) -> dict[str, str]:
     return {
         "api": str(API),
         "class_name": cls,
-        "core_bound": f">={minor},<{_next_minor(minor)}",
+        "dependencies": ", ".join(
+            f'"{each}"' for each in (f"miles-core>={minor},<{_next_minor(minor)}", *_EXTRA.get(kind, ()))
+        ),
         "distribution": f"miles-{kind_hyphen}-{name}",
         "function": function,
         "hook": KINDS[kind].hook,
@@ -153,7 +156,7 @@ def _templates(kind: str) -> list[tuple[str, str]]:
 
 
 def _folder() -> Traversable:
-    return files(SCAFFOLD).joinpath("scaffold")
+    return files("miles_core.cli").joinpath("scaffold")
 
 
 def _fill(text: str, values: dict[str, str]) -> str:
