@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from miles_core.errors import EngineError, TransportError
 from miles_core.kinds.transport import Transport
 from miles_core.testing.recording import RecordingOptions, example_weights

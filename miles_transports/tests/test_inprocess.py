@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+
 from miles_core.errors import TransportError
 from miles_core.kinds.transport import Transport
 from miles_core.testing.recording import RecordingOptions

@@ -10,16 +10,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from miles_core.errors import ConfigError, EngineError, MilesError, PluginError, RunError, TransportError
 from miles_core.executors.inprocess import InProcessExecutor
 from miles_core.executors.rank import located
 from miles_core.kinds.backend import BackendContext, StepMetrics
-from miles_core.testing.executor import engine_spec, tiny_batch, trainer_spec
+from miles_core.kinds.executor import Executor
+from miles_core.testing.executor import ExecutorConformance, engine_spec, tiny_batch, trainer_spec
 from miles_core.testing.recording import RecordingBackend, RecordingOptions
 from miles_core.types import TrainBatch, WeightBucket
 from miles_core.watch import waiters
 
 HERE = __name__
+
+
+class TestInProcess(ExecutorConformance):
+    def make(self) -> Executor:
+        return InProcessExecutor(None)
 
 
 class ThreadBackend(RecordingBackend):

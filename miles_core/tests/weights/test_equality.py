@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+
 from miles_core.errors import ContractError
 from miles_core.kinds.engine import EngineContext
 from miles_core.kinds.transport import Staged

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+
 from miles_core.errors import EngineError, TransportError
 from miles_core.kinds.engine import EngineContext
 from miles_core.kinds.transport import Staged

@@ -13,9 +13,9 @@ from typing import Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from miles_core.errors import TransportError
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but torch lists no exports
 
+from miles_core.errors import TransportError
 from miles_transports.meeting import POLL_S, Address, Meeting, own_address
 
 Wire = Literal["gloo", "nccl"]

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
+
 from miles_core.errors import TransportError
 from miles_core.kinds.engine import Engine
 from miles_core.kinds.transport import Staged, WeightSource
 from miles_core.types import NamedTensor, WeightBucket
 from miles_core.watch import waiting
 from miles_core.weights.staging import stage
-
 from miles_transports.options import InProcessOptions
 
 

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch.distributed as dist
-from miles_core.errors import TransportError
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, but torch lists no exports
+
+from miles_core.errors import TransportError
 
 CONNECT_TIMEOUT_S = 30.0
 POLL_S = (0.0002, 0.02)

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+
 from miles_core.types import NamedTensor, WeightBucket
 
 ALIGNMENT_BYTES = 16

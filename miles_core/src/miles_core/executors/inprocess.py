@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 from miles_core.errors import ConfigError, RunError
-from miles_core.executors.rank import RankHost, device_of, import_target, located
+from miles_core.executors.rank import RankHost, device_of, located
 from miles_core.kinds.backend import StepMetrics
 from miles_core.kinds.engine import Engine, EngineContext
 from miles_core.kinds.executor import EngineSpec, TrainerSpec
 from miles_core.kinds.transport import Sender
+from miles_core.registry import load_target
 from miles_core.types import Float32, TrainBatch, WeightManifest
 from miles_core.watch import progress, waiting
 
@@ -123,7 +124,7 @@ class InProcessExecutor:
 
     async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]:
         """Create and start `spec.count` engines; when one fails to start, all are closed."""
-        make = import_target(spec.load)
+        make = load_target(spec.load)
         started: list[Engine] = []
         try:
             for index in range(spec.count):

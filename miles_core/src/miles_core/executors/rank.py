@@ -7,16 +7,16 @@ in `where`, and always as a `MilesError`: an arbitrary exception may not survive
 from __future__ import annotations
 
 import contextlib
-import importlib
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import MilesError, PluginError, RunError, TransportError
+from miles_core.errors import MilesError, RunError, TransportError
 from miles_core.kinds.backend import Backend, BackendContext
 from miles_core.kinds.executor import TrainerSpec
 from miles_core.kinds.transport import Sender
+from miles_core.registry import load_target
 from miles_core.types import WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor, name_some
 
@@ -26,34 +26,16 @@ RANK_METHODS = frozenset(
 """What an executor may ask of a rank by name."""
 
 
-def import_target(load: str) -> Any:
-    """Import ``module:attribute``.
-
-    Raises:
-        PluginError: the module or the attribute does not exist.
-    """
-    module, _, attribute = load.partition(":")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise PluginError(
-            f"cannot load {load!r}",
-            expected="an importable module and an attribute of it",
-            found=f"{type(error).__name__}: {error}",
-            do="install the distribution that provides it into every process's environment, or mend its plugin.py",
-        ) from error
-
-
 @contextlib.contextmanager
-def located(where: str, doing: str) -> Iterator[None]:
-    """Put `where` in front of the `where` of every error that leaves the block; foreign errors become `RunError`."""
+def located(where: str, doing: str, foreign: type[MilesError] = RunError) -> Iterator[None]:
+    """Put `where` in front of the `where` of every error that leaves the block; other exceptions become `foreign`."""
     try:
         yield
     except MilesError as error:
         error.where = f"{where}; {error.where}" if error.where else where
         raise
     except Exception as error:
-        raise RunError(
+        raise foreign(
             f"{doing} failed: {type(error).__name__}: {error}", found=_last_frame(error), where=where
         ) from error
 
@@ -95,7 +77,7 @@ class RankHost:
             reference=spec.reference,
         )
         with located(self.where, "starting the backend"):
-            self._backend: Backend = import_target(spec.load)(spec.options, context)
+            self._backend: Backend = load_target(spec.load)(spec.options, context)
 
     def run(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call one of `RANK_METHODS` by name; this object's own method where it has one, else the backend's."""

@@ -162,6 +162,7 @@ class RecordingEngine:
         self._staged: _Staged | None = None
         self._closed = False
         self._failures = 0
+        self._requests = 0
 
     async def start(self) -> None:
         if self.index in self._options.fail_start:
@@ -172,11 +173,15 @@ class RecordingEngine:
         if self._closed:
             raise EngineError("the engine is closed")
         output = request.token_ids[: request.params.max_tokens]
-        for position, token in enumerate(output):
-            await self._running.wait()
-            await asyncio.sleep(0)
-            finish = FinishReason.LENGTH if position == len(output) - 1 else None
-            yield Chunk(token_ids=(token,), logprobs=(-1.0,), weight_version=self._version, finish_reason=finish)
+        self._requests += 1
+        try:
+            for position, token in enumerate(output):
+                await self._running.wait()
+                await asyncio.sleep(0.001)
+                finish = FinishReason.LENGTH if position == len(output) - 1 else None
+                yield Chunk(token_ids=(token,), logprobs=(-1.0,), weight_version=self._version, finish_reason=finish)
+        finally:
+            self._requests -= 1
 
     async def pause(self) -> None:
         self.events.append("pause")
@@ -264,7 +269,7 @@ class RecordingEngine:
         return _digests(self.weights)
 
     async def stats(self) -> Mapping[str, float]:
-        return {"running": float(self._running.is_set())}
+        return {"running": float(self._running.is_set()), "requests": float(self._requests)}
 
     async def close(self) -> None:
         self.events.append("close")

@@ -1,0 +1,175 @@
+"""Executor `ray`: every trainer rank and every engine is an actor with a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from miles_core.errors import EngineError, RunError
+from miles_core.executors.rank import device_of
+from miles_core.kinds.engine import Engine, EngineContext
+from miles_core.kinds.executor import EngineSpec, TrainerSpec
+from miles_core.watch import progress, waiting
+from miles_ray.actors import EngineActor, Process, RankActor
+from miles_ray.engine import RayEngine
+from miles_ray.options import RayOptions
+from miles_ray.remote import fetch
+from miles_ray.trainer import RayTrainer
+
+MIB = 1024 * 1024
+
+
+class RayExecutor:
+    """Joins the cluster on first use. What it started, it ends: actors, reservations, and a cluster of its own."""
+
+    def __init__(self, options: RayOptions) -> None:
+        self._options = options
+        self._owns_cluster = False
+        self._groups: list[Any] = []
+        self._trainer: RayTrainer | None = None
+        self._engines: list[RayEngine] = []
+        self._processes: dict[str, Process] = {}
+
+    async def start_trainer(self, spec: TrainerSpec) -> RayTrainer:
+        """Start all ranks; rank 0's host is where they meet.
+
+        Raises:
+            RunError: the cluster lacks the resources, or a rank did not start.
+        """
+        self._join_cluster()
+        bundle = self._bundle(self._options.cpus_per_rank, self._options.gpus_per_rank, spec.device)
+        actors = await self._place(RankActor, [bundle] * spec.world_size, "trainer ranks")
+        self._trainer = RayTrainer(actors)
+        names = [f"trainer rank {rank}" for rank in range(spec.world_size)]
+        processes = await self._ask_where(actors, names, RunError)
+        # One host needs no interface that others reach; loopback always works there.
+        one_host = len({process.node for process in processes}) == 1
+        host = "127.0.0.1" if one_host else processes[0].address
+        port = 0
+        if spec.world_size > 1:
+            opening = actors[0].open_store.remote(host)
+            port = await fetch(opening, who=names[0], died=RunError, doing="open the rendezvous")
+        arguments = (spec, device_of(spec.device), host, port, self._options.collective_timeout_s)
+        await self._start(names, [actor.start.remote(*arguments) for actor in actors], RunError)
+        return self._trainer
+
+    async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]:
+        """Start all engines at once."""
+        self._join_cluster()
+        bundle = self._bundle(self._options.cpus_per_engine, self._options.gpus_per_engine, spec.device)
+        actors = await self._place(EngineActor, [bundle] * spec.count, "engines")
+        engines = [RayEngine(actor, index) for index, actor in enumerate(actors)]
+        self._engines.extend(engines)
+        names = [f"engine {index}" for index in range(spec.count)]
+        await self._ask_where(actors, names, EngineError)
+        starts = []
+        for index, actor in enumerate(actors):
+            context = EngineContext(
+                model_path=spec.model_path,
+                context_length=spec.context_length,
+                device=device_of(spec.device),
+                seed=spec.seed,
+                index=index,
+            )
+            starts.append(actor.start.remote(spec.load, spec.options, context))
+        await self._start(names, starts, EngineError)
+        return engines
+
+    async def describe(self) -> Mapping[str, str]:
+        """Process and host of each part."""
+        return {name: f"process {p.pid} on {p.host} ({p.address})" for name, p in self._processes.items()}
+
+    async def close(self) -> None:
+        """End engines, then ranks, reservations, and the cluster if it was started here. Idempotent."""
+        engines, self._engines = self._engines, []
+        trainer, self._trainer = self._trainer, None
+        groups, self._groups = self._groups, []
+        try:
+            await asyncio.gather(*(engine.close() for engine in engines))
+            if trainer is not None:
+                await trainer.close()
+        finally:
+            if ray.is_initialized():
+                for group in groups:
+                    remove_placement_group(group)
+                if self._owns_cluster:
+                    ray.shutdown()
+            self._owns_cluster = False
+
+    def _join_cluster(self) -> None:
+        if ray.is_initialized():
+            return
+        options = self._options
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a training run reports to nobody
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; it warns otherwise
+        local = {
+            "num_cpus": options.num_cpus or os.cpu_count(),
+            "object_store_memory": options.object_store_mib * MIB,
+            "include_dashboard": False,
+        }
+        ray.init(
+            address=options.address or "local",
+            log_to_driver=options.worker_logs,
+            logging_level=logging.ERROR,
+            **({} if options.address else local),
+        )
+        self._owns_cluster = True
+
+    def _bundle(self, cpus: float, gpus: float, device: str) -> dict[str, float]:
+        return {"CPU": cpus, **({"GPU": gpus} if device == "cuda" else {})}
+
+    async def _place(self, actor_class: type, bundles: list[dict[str, float]], what: str) -> list[Any]:
+        """Reserve the bundles together and start one actor in each."""
+        group = placement_group(bundles, strategy="PACK")
+        self._groups.append(group)
+        try:
+            with waiting("driver", on=f"Ray to reserve {len(bundles)} {what}"):
+                async with asyncio.timeout(self._options.start_timeout_s):
+                    await group.ready()
+        except TimeoutError:
+            raise RunError(
+                f"the cluster has no room for {len(bundles)} {what}",
+                expected=f"{len(bundles)} x {bundles[0]}",
+                found=f"free: {ray.available_resources()}",
+                where="executor ray",
+                do="lower placement, or executor.cpus_per_rank, cpus_per_engine, gpus_per_rank, gpus_per_engine",
+            ) from None
+        progress()
+        env_vars = {"OMP_NUM_THREADS": str(self._options.threads), **self._options.env_vars}
+        remote = ray.remote(actor_class)
+        return [
+            remote.options(
+                num_cpus=bundle["CPU"],
+                num_gpus=bundle.get("GPU", 0),
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+                runtime_env={"env_vars": env_vars},
+            ).remote(index)
+            for index, bundle in enumerate(bundles)
+        ]
+
+    async def _ask_where(
+        self, actors: Sequence[Any], names: Sequence[str], died: type[RunError] | type[EngineError]
+    ) -> list[Process]:
+        asked = [
+            fetch(actor.process.remote(), who=name, died=died, doing="start its process")
+            for name, actor in zip(names, actors, strict=True)
+        ]
+        with waiting("driver", on=f"the processes of {', '.join(names)}"):
+            processes: list[Process] = await asyncio.gather(*asked)
+        self._processes.update(zip(names, processes, strict=True))
+        return processes
+
+    async def _start(self, names: Sequence[str], refs: Sequence[Any], died: type[RunError] | type[EngineError]) -> None:
+        async def one(name: str, ref: Any) -> None:
+            with waiting("driver", on=f"{name}: start"):
+                await fetch(ref, who=name, died=died, doing="start")
+            progress()
+
+        await asyncio.gather(*(one(name, ref) for name, ref in zip(names, refs, strict=True)))
