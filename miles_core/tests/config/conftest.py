@@ -40,6 +40,7 @@ STAND_INS: dict[str, list[Capability]] = {
         ),
     ],
     "executor": [Capability(name="spread", summary="", load="x:X", provides=frozenset({"places-processes"}))],
+    "tracker": [Capability(name="log", summary="", load="x:X")],
     "environment": [Capability(name="gym", summary="", load="x:X", provides=frozenset({"provides-prompts"}))],
 }
 

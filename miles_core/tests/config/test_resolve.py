@@ -178,6 +178,7 @@ SOUND_BUT_FOR = {
     "MIL101": ["eval.every_steps=1"],
     "MIL102": ["data=null"],
     "MIL103": ["rewards=[]"],
+    "MIL104": ["tracking.trackers=[{use: log}, log]"],
     "MIL201": ["schedule.minibatches=9"],
     "MIL202": ["rollout.sampling.temperature=0"],
     "MIL203": ["data.eval=heldout.jsonl", "eval={every_steps: 1, samples_per_prompt: 2}"],

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel
+
 from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from miles_core.config.spec import RunSpec
 
@@ -65,11 +67,17 @@ class Check:
 
 
 def value_at(spec: RunSpec, path: str) -> Any:
-    """The value at a dotted key, None inside an absent section."""
+    """The value at a dotted key as plain data, None inside an absent section."""
     found: Any = spec
     for part in path.split("."):
         found = None if found is None else getattr(found, part)
-    return found.model_dump(mode="json") if hasattr(found, "model_dump") else found
+    return _plain(found)
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    return value.model_dump(mode="json") if isinstance(value, BaseModel) else value
 
 
 # --- combinations -----------------------------------------------------------------------------------------------------
@@ -92,6 +100,13 @@ def _no_prompts(s: Setup) -> str | None:
 def _no_reward(s: Setup) -> str | None:
     if not s.spec.rewards and s.provides("environment", "needs-rewards"):
         return f"the environment `{s.spec.environment.use}` scores nothing itself, and no reward is picked"
+    return None
+
+
+def _tracker_twice(s: Setup) -> str | None:
+    names = [tracker.use for tracker in s.spec.tracking.trackers or ()]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        return f"`{twice[0]}` is picked {names.count(twice[0])} times, and both would write to one place"
     return None
 
 
@@ -206,6 +221,13 @@ CHECKS: tuple[Check, ...] = (
         find=_no_reward,
         do="add a reward: `rewards: [my_reward.py:score]`, or the name of an installed one",
         kinds=("environment", "reward"),
+    ),
+    Check(
+        id="MIL104",
+        about="A tracker is picked once.",
+        path="tracking.trackers",
+        find=_tracker_twice,
+        do="keep one of them",
     ),
     Check(
         id="MIL201",
