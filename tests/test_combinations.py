@@ -93,7 +93,10 @@ def walk(registry: Registry) -> dict[tuple[tuple[str, str], ...], frozenset[str]
 
 
 def refused_sets(results: Mapping[tuple[tuple[str, str], ...], frozenset[str]]) -> dict[str, list[str]]:
-    """The smallest sets of one or two values that no accepted combination contains, with the rules at work."""
+    """The smallest sets of one or two values that no accepted combination contains, with the rules at work.
+
+    A set that is refused only because each way to complete it breaks some other rule is left out: it follows.
+    """
     seen: dict[tuple[tuple[str, str], ...], frozenset[str] | None] = {}
     for values, ids in results.items():
         for size in (1, 2):
@@ -101,11 +104,7 @@ def refused_sets(results: Mapping[tuple[tuple[str, str], ...], frozenset[str]]) 
                 earlier = seen.get(part, ids)
                 seen[part] = None if not ids or earlier is None else earlier & ids
     singles = {part[0] for part, ids in seen.items() if len(part) == 1 and ids is not None}
-    smallest = {
-        part: ids
-        for part, ids in seen.items()
-        if ids is not None and (len(part) == 1 or not singles.intersection(part))
-    }
+    smallest = {part: ids for part, ids in seen.items() if ids and (len(part) == 1 or not singles.intersection(part))}
     return {
         " and ".join(f"{key}={value}" for key, value in part): sorted(ids) for part, ids in sorted(smallest.items())
     }
