@@ -147,6 +147,6 @@ async def test_it_works_from_a_reward_worker(server: Server) -> None:
     load = "miles_core.rollout.remote_reward:http_reward"
     spec = RewardSpec(name="http", load=load, options={"url": server.url, "timeout_s": 5.0, "retries": 0})
     async with RewardPool([spec], workers=1, timeout_s=10.0) as pool:
-        assert await pool.score(SCORED) == (0.5, {"http": 0.5, "http/style": 1.0})
+        assert await pool.score(SCORED) == (0.5, {"http": 0.5, "http.style": 1.0})
         with pytest.raises(RewardError, match="nan"):
             await pool.score(SCORED)

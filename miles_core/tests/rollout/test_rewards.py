@@ -46,7 +46,7 @@ async def test_rewards_are_weighted_summed_and_their_parts_kept() -> None:
     async with pool(*picked, workers=2) as rewards:
         total, found = await rewards.score(scored("four"))
     assert total == 2.0 * 2.0 - 0.5 + 0.25 * 2.0
-    assert found == {"length": 2.0, "parts": 0.5, "parts/format": 1.0, "parts/answer": 0.25, "asynchronous": 2.0}
+    assert found == {"length": 2.0, "parts": 0.5, "parts.format": 1.0, "parts.answer": 0.25, "asynchronous": 2.0}
 
 
 async def test_workers_import_neither_torch_nor_ray_nor_transformers() -> None:

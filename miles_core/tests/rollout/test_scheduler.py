@@ -106,7 +106,7 @@ class Bench:
             assert watch.waiters() == []
 
     def first_ids(self, count: int) -> list[str]:
-        fresh = PromptStream([draw for draw in self.stream._prompts], seed=self.stream._seed)
+        fresh = PromptStream(self.stream._prompts, seed=self.stream._seed)
         return [draw.prompt.id for draw in fresh.take(count)]
 
 

@@ -162,13 +162,13 @@ async def test_the_tasks_own_verifier_scores_in_a_worker(easy: ReasoningGymEnvir
     number = RewardSpec(name="number", load=load, options={"answer_pattern": r"-?\d+"})
     async with RewardPool([plain, number], workers=1, timeout_s=30.0) as pool:
         _, parts = await pool.score(scored(prompt, right))
-        assert (parts["plain"], parts["plain/correct"], parts["number"]) == (1.0, 1.0, 1.0)
+        assert (parts["plain"], parts["plain.correct"], parts["number"]) == (1.0, 1.0, 1.0)
         wordy = f"It is {right}"
         _, parts = await pool.score(scored(prompt, wordy))
         assert parts["plain"] == len(right) / len(wordy)  # reasoning-gym's partial credit for a wordy answer
-        assert (parts["plain/correct"], parts["number"]) == (0.0, 1.0)
+        assert (parts["plain.correct"], parts["number"]) == (0.0, 1.0)
         _, parts = await pool.score(scored(prompt, "no idea"))
-        assert (parts["number"], parts["number/answered"], parts["plain/answered"]) == (0.0, 0.0, 1.0)
+        assert (parts["number"], parts["number.answered"], parts["plain.answered"]) == (0.0, 0.0, 1.0)
         with pytest.raises(RewardError, match="does not come from"):
             await pool.score(scored(Prompt(id="x", messages=prompt.messages), right))
         source = {**prompt.metadata["reasoning_gym"], "index": prompt.metadata["reasoning_gym"]["index"] + 1}

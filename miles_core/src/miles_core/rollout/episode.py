@@ -150,7 +150,12 @@ class Episodes:
         if own is not None and not math.isfinite(own):
             return _failed(trajectory, Boundary.REWARD, f"the environment reported the reward {own}")
         if reward is None and own is None:
-            return _failed(trajectory, Boundary.REWARD, "neither a reward nor the environment scored the episode")
+            message = "neither a reward nor the environment scored the episode"
+            if trajectory.status is Status.TRUNCATED:
+                message += (
+                    ": the context was full before the environment scored (it may catch SessionError and score then)"
+                )
+            return _failed(trajectory, Boundary.REWARD, message)
         if own is not None:
             parts = {**parts, "environment": own}
         return trajectory.with_reward((reward or 0.0) + (own or 0.0), reward_parts=parts)

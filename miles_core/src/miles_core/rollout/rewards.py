@@ -14,6 +14,7 @@ import os
 import pickle
 import signal
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
@@ -56,11 +57,14 @@ class RewardSpec:
 
 
 def reward_specs(run: ResolvedRun) -> tuple[RewardSpec, ...]:
-    """The rewards a validated run-file picks; a name picked twice gets a number."""
+    """The rewards a validated run-file picks. A function of the user's is called by its own name, without module or
+    file; a name picked twice gets a number."""
     specs: list[RewardSpec] = []
+    taken: Counter[str] = Counter()
     for pick, resolved in zip(run.spec.rewards, run.many.get("reward", ()), strict=True):
-        taken = sum(1 for spec in specs if spec.name.split("#")[0] == resolved.capability.name)
-        name = resolved.capability.name + (f"#{taken + 1}" if taken else "")
+        name = resolved.capability.name.rpartition(":")[2]
+        taken[name] += 1
+        name += f"#{taken[name]}" if taken[name] > 1 else ""
         options = resolved.options.model_dump() if resolved.options is not None else {}
         specs.append(RewardSpec(name=name, load=resolved.capability.load, options=options, weight=pick.weight))
     return tuple(specs)
@@ -110,7 +114,7 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def score(self, scored: Scored) -> tuple[float | None, dict[str, float]]:
-        """Weighted sum of all rewards, and each reward's value and parts under ``name`` and ``name/part``.
+        """Weighted sum of all rewards, and each reward's value and parts under ``name`` and ``name.part``.
 
         Returns None as the sum when the run picks no reward.
 
@@ -131,7 +135,7 @@ class RewardPool:
         for spec, (value, own) in zip(self._rewards, values, strict=True):
             total += spec.weight * value
             parts[spec.name] = value
-            parts |= {f"{spec.name}/{name}": part for name, part in own.items()}
+            parts |= {f"{spec.name}.{name}": part for name, part in own.items()}
         return total, parts
 
     async def _one(self, index: int, scored: Scored) -> tuple[float, dict[str, float]]:

@@ -107,9 +107,13 @@ class Tally:
 
 
 def part_means(trajectories: Sequence[Trajectory], prefix: str = "rollout") -> dict[str, float]:
-    """Mean of each reward part over the trajectories that have it, as ``<prefix>/reward/<part>``."""
+    """Mean of each reward part over the trajectories that have it, as ``<prefix>/reward/<part>``: one segment a
+    part."""
     values: dict[str, list[float]] = {}
     for trajectory in trajectories:
         for name, value in trajectory.metadata.get("reward_parts", {}).items():
             values.setdefault(name, []).append(value)
-    return {f"{prefix}/reward/{name}": math.fsum(found) / len(found) for name, found in sorted(values.items())}
+    return {
+        f"{prefix}/reward/{name.replace('/', '.')}": math.fsum(found) / len(found)
+        for name, found in sorted(values.items())
+    }

@@ -99,6 +99,8 @@ class ScriptedSession:
             raise SessionError("the session is closed", where=self.session_id)
         if tuple(messages[: len(self._messages)]) != self._messages or len(messages) <= len(self._messages):
             raise SessionError("the history does not extend the stored one", where=self.session_id)
+        if self.turns and self.turns[-1].finish_reason is not FinishReason.STOP:
+            raise SessionError("the turn before was cut off and cannot be extended", where=self.session_id)
         asked = Asked(
             session_id=self.session_id,
             messages=tuple(messages),
@@ -132,6 +134,11 @@ class ScriptedSession:
         completion = Completion(message=message, finish_reason=answer.finish_reason, num_tokens=len(spoken))
         self.turns.append(completion)
         return completion
+
+    @property
+    def messages(self) -> tuple[Message, ...]:
+        """The whole conversation so far."""
+        return self._messages
 
     def close(self) -> None:
         self.closed = True

@@ -1,0 +1,130 @@
+"""Conformance kit for rewards: a finite score for whatever a model may say, the same every time, within its deadline.
+
+    class TestMine(RewardConformance):
+        load = "my_pkg.reward:score"
+        def examples(self): return [(scored_answer("4", label="4"), 1.0), (scored_answer("5", label="4"), 0.0)]
+
+The reward is called as a run calls it: in a worker process, by its `load` string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from miles_core.errors import PluginError, RewardError
+from miles_core.kinds.reward import Scored
+from miles_core.rollout.rewards import RewardPool, RewardSpec, RewardTimeout
+from miles_core.types import Message, Prompt
+
+
+def scored_answer(response: str, *, question: str = "2 + 2 = ?", label: Any = "4", **metadata: Any) -> Scored:
+    """An episode of one question and one answer."""
+    prompt = Prompt(id="p", messages=(Message(role="user", content=question),), label=label, metadata=metadata)
+    messages = (*prompt.messages, Message(role="assistant", content=response))
+    return Scored(prompt=prompt, messages=messages, response=response, truncated=False, metadata={})
+
+
+ODD_ANSWERS: dict[str, str] = {
+    "nothing": "",
+    "blank": " \n\t",
+    "no answer": "I do not know.",
+    "a broken character": "4\ufffd",
+    "other scripts": "四 ٤ ๔ ４",
+    "not a number": "nan",
+    "infinity": "-inf",
+    "a huge number": "9" * 5000,
+    "a division by zero": "1/0",
+    "unbalanced": "((((([[[[{{{{" * 20,
+    "unclosed tags": "<answer><think>" * 50,
+    "json": '{"answer": null}',
+    "repetition": "a" * 20_000 + "!",
+    "many numbers": "1 " * 10_000,
+}
+"""What models do say; none may crash a grader, since a crash takes the trajectory out of training."""
+
+
+class RewardConformance:
+    """Subclass it and name the reward."""
+
+    load: str
+    """``module:function``, or ``/absolute/file.py:function``."""
+    options: ClassVar[Mapping[str, Any]] = {}
+    """Keyword arguments of every call."""
+    deadline_s = 10.0
+    """For one answer, also an odd one."""
+
+    def examples(self) -> Sequence[tuple[Scored, float | None]]:
+        """Episodes with the score each must get, or None where any score will do. At least one."""
+        raise NotImplementedError
+
+    def _pool(self) -> RewardPool:
+        spec = RewardSpec(name="reward", load=self.load, options=self.options)
+        return RewardPool([spec], workers=1, timeout_s=self.deadline_s)
+
+    def _scores(self, episodes: Sequence[Scored]) -> list[float | str]:
+        """Score of each episode, or why there is none."""
+
+        async def run() -> list[float | str]:
+            found: list[float | str] = []
+            async with self._pool() as pool:
+                for scored in episodes:
+                    try:
+                        found.append((await pool.score(scored))[0] or 0.0)
+                    except RewardTimeout:
+                        found.append(f"no score within {self.deadline_s:g} s")
+                    except RewardError as error:
+                        found.append(error.message)
+            return found
+
+        return asyncio.run(run())
+
+    def _with_response(self, response: str) -> Scored:
+        scored = self.examples()[0][0]
+        answer = replace(scored.messages[-1], content=response)
+        return replace(scored, response=response, messages=(*scored.messages[:-1], answer))
+
+    def test_it_loads_in_a_worker(self) -> None:
+        try:
+            asyncio.run(self._start())
+        except PluginError as error:
+            pytest.fail(f"{self.load} does not load in a process of its own: {error.message}")
+
+    async def _start(self) -> None:
+        async with self._pool():
+            pass
+
+    def test_the_examples_score_as_they_should(self) -> None:
+        examples = self.examples()
+        found = self._scores([scored for scored, _ in examples])
+        for (scored, expected), score in zip(examples, found, strict=True):
+            assert isinstance(score, float), f"{scored.response[:40]!r}: {score}"
+            wrong = f"{scored.response[:40]!r} scored {score}, expected {expected}"
+            assert expected is None or score == pytest.approx(expected), wrong
+
+    def test_odd_answers_get_a_score_too(self) -> None:
+        found = self._scores([self._with_response(text) for text in ODD_ANSWERS.values()])
+        failed = {name: score for name, score in zip(ODD_ANSWERS, found, strict=True) if isinstance(score, str)}
+        assert not failed, f"no score for {failed}"
+
+    def test_equal_episodes_get_equal_scores(self) -> None:
+        episodes = [scored for scored, _ in self.examples()]
+        found = self._scores([*episodes, *episodes])
+        assert found[: len(episodes)] == found[len(episodes) :], "scores differ between two calls"
+
+    def test_an_answer_is_never_executed(self, tmp_path: Path) -> None:
+        canary = tmp_path / "canary"
+        attacks = [
+            f"__import__('pathlib').Path({str(canary)!r}).touch()",
+            f"$(touch {canary})",
+            f"`touch {canary}`",
+            f"; touch {canary} #",
+            f"' ; touch {canary} ; '",
+        ]
+        self._scores([self._with_response(text) for text in attacks])
+        assert not canary.exists(), "the grader executed the model's answer"
