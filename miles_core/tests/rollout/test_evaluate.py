@@ -7,7 +7,7 @@ import statistics
 
 import pytest
 
-from miles_core.config.spec import EvalSpec, SamplingSpec
+from miles_core.config.spec import EvalSamplingSpec, EvalSpec
 from miles_core.errors import EngineError, RunError
 from miles_core.kinds.reward import Scored
 from miles_core.rollout.chat import ChatEnvironment
@@ -60,7 +60,7 @@ async def test_the_standard_error_is_over_prompts_and_not_over_samples() -> None
 
 
 async def test_its_sampling_is_its_own_and_every_time_the_same() -> None:
-    spec = EvalSpec(prompts=2, samples_per_prompt=2, sampling=SamplingSpec(temperature=0.3, max_tokens=5))
+    spec = EvalSpec(prompts=2, samples_per_prompt=2, sampling=EvalSamplingSpec(temperature=0.3, max_tokens=5))
     seen = []
     for step in (1, 2):
         episodes, sessions = bench(echo)

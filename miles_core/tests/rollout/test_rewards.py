@@ -197,6 +197,17 @@ async def test_closing_leaves_no_process() -> None:
             os.kill(pid, 0)
 
 
+async def test_calls_under_way_or_waiting_fail_when_the_pool_closes() -> None:
+    rewards = pool(reward("by_response"))
+    await rewards.start()
+    calls = [asyncio.create_task(rewards.score(scored("sleep 5"))) for _ in range(3)]
+    await asyncio.sleep(0.1)
+    await rewards.close()
+    found = await asyncio.gather(*calls, return_exceptions=True)
+    assert all(isinstance(each, RewardError) for each in found)
+    assert all(worker._process is None for worker in rewards._workers)
+
+
 async def test_a_run_without_rewards_has_no_score_and_no_process() -> None:
     async with pool() as rewards:
         assert rewards.empty

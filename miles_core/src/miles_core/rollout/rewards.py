@@ -8,12 +8,6 @@ What a reward returns is a finite number or a failure, never a 0 that stands for
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
-import os
-import pickle
-import signal
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,20 +17,10 @@ from miles_core import watch
 from miles_core.config.resolve import ResolvedRun
 from miles_core.errors import PluginError, RewardError
 from miles_core.kinds.reward import Scored
-from miles_core.rollout.reward_worker import HEADER_BYTES
+from miles_core.rollout.reward_process import Lost, RewardProcess
 
 STARTUP_S = 120.0
 """Deadline for a worker to import its rewards: a large grader on a loaded machine takes tens of seconds."""
-GRACE_S = 0.5
-"""What the driver waits beyond the deadline for a verdict under way: the worker's own clock decides."""
-
-
-BOOT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from miles_core.rollout.reward_worker import main
-main()
-"""
 
 
 class RewardTimeout(RewardError):
@@ -83,6 +67,7 @@ class RewardPool:
         self._timeout_s = timeout_s
         self._workers = [_Worker(self._rewards) for _ in range(workers if self._rewards else 0)]
         self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
+        self._closed = False
         self.restarts = 0
         """Workers replaced because a call hung or killed them."""
 
@@ -109,7 +94,10 @@ class RewardPool:
             PluginError: a reward cannot be imported, with its own traceback's last line.
         """
         with watch.waiting("driver", on="reward workers importing their rewards"):
-            await asyncio.gather(*(worker.start() for worker in self._workers))
+            started = await asyncio.gather(*(worker.start() for worker in self._workers), return_exceptions=True)
+        for outcome in started:
+            if outcome is not None:
+                raise outcome
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
@@ -142,9 +130,12 @@ class RewardPool:
         spec = self._rewards[index]
         with watch.waiting(f"reward {spec.name} of {scored.prompt.id}", on="a reward worker"):
             worker = await self._idle.get()
+        if self._closed:
+            self._idle.put_nowait(worker)
+            raise RewardError(f"reward {spec.name!r} was asked after its workers were closed")
         try:
             verdict = await worker.call(index, scored, self._timeout_s)
-        except _Lost as lost:
+        except Lost as lost:
             self.restarts += 1
             error = RewardTimeout if lost.timed_out else RewardError
             raise error(
@@ -164,44 +155,25 @@ class RewardPool:
         return verdict["reward"], verdict["parts"]
 
     async def close(self) -> None:
-        """Kill every worker with its children. Idempotent."""
+        """Kill every worker with its children; calls under way or waiting fail. Idempotent."""
+        self._closed = True
         await asyncio.gather(*(worker.stop() for worker in self._workers))
 
 
-class _Lost(Exception):
-    """The worker did not deliver a verdict."""
-
-    def __init__(self, message: str, *, timed_out: bool = False) -> None:
-        super().__init__(message)
-        self.timed_out = timed_out
-
-
 class _Worker:
-    """One process; started when needed, so that a killed one is replaced by its next call."""
+    """A place in the pool; its process is started when needed, so that a killed one is replaced by the next call."""
 
     def __init__(self, rewards: Sequence[RewardSpec]) -> None:
         self._rewards = rewards
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: RewardProcess | None = None
 
     async def start(self) -> None:
-        # A fresh interpreter rather than a fork: the driver has threads (torch, engine), which a fork would copy
-        # mid-lock. The driver's sys.path goes along, so that `module:attr` means the same in both. A fixed hash seed
-        # makes a grader that iterates over sets repeatable.
-        self._process = process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-c",
-            BOOT,
-            json.dumps(sys.path),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONHASHSEED": "0"},
-            start_new_session=True,
-        )
+        process = self._process = await RewardProcess.start()
         try:
             async with asyncio.timeout(STARTUP_S):
-                await self._send(process, [(spec.load, dict(spec.options)) for spec in self._rewards])
-                answer = await _read(process)
-        except (_Lost, TimeoutError) as error:
+                await process.send([(spec.load, dict(spec.options)) for spec in self._rewards])
+                answer = await process.receive()
+        except (Lost, TimeoutError) as error:
             await self.stop()
             reason = f"took more than {STARTUP_S:.0f} s" if isinstance(error, TimeoutError) else f"it {error}"
             raise PluginError(f"a reward worker did not start: {reason}", where=self._names()) from None
@@ -218,7 +190,7 @@ class _Worker:
         """One verdict. The deadline runs from the moment the worker says it began, by the worker's clock.
 
         Raises:
-            _Lost: the deadline passed or the process died; it is gone afterwards.
+            Lost: the deadline passed or the process died; it is gone afterwards.
         """
         if self._process is None:
             await self.start()
@@ -226,14 +198,14 @@ class _Worker:
         assert process is not None
         try:
             async with asyncio.timeout(STARTUP_S):
-                await self._send(process, (index, scored))
-                await _read(process)
-            verdict = await _read_within(process, timeout_s)
+                await process.send((index, scored))
+                await process.receive()
+            verdict = await process.receive_within(timeout_s)
             if verdict["elapsed_s"] > timeout_s:
-                raise _Lost(f"took {verdict['elapsed_s']:.1f} s, more than {timeout_s:g} s", timed_out=True)
+                raise Lost(f"took {verdict['elapsed_s']:.1f} s, more than {timeout_s:g} s", timed_out=True)
         except TimeoutError:
             await self.stop()
-            raise _Lost(f"was never begun by its worker within {STARTUP_S:.0f} s") from None
+            raise Lost(f"was never begun by its worker within {STARTUP_S:.0f} s") from None
         except BaseException:
             # Also when cancelled: the process still computes, and its next answer would be that of the wrong call.
             await self.stop()
@@ -241,66 +213,9 @@ class _Worker:
         return verdict
 
     async def stop(self) -> None:
-        """Kill the process and every child it left in its group."""
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # the group outlives its leader while a child is left
-        # Shielded: a second cancellation must not leave a zombie and two open pipes behind.
-        await asyncio.shield(asyncio.ensure_future(_reap(process)))
-
-    async def _send(self, process: asyncio.subprocess.Process, message: Any) -> None:
-        body = pickle.dumps(message)
-        assert process.stdin is not None
-        try:
-            process.stdin.write(len(body).to_bytes(HEADER_BYTES, "big") + body)
-            await process.stdin.drain()
-        except (BrokenPipeError, ConnectionResetError):
-            raise _Lost("lost its worker process before the call") from None
+        if process is not None:
+            await process.kill()
 
     def _names(self) -> str:
         return "rewards " + ", ".join(f"{spec.name} ({spec.load})" for spec in self._rewards)
-
-
-async def _reap(process: asyncio.subprocess.Process) -> None:
-    """Wait until the killed process and both its pipes are gone, so that nothing is left to the event loop's end."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.close()
-    while await process.stdout.read(1 << 16):
-        pass
-    await process.wait()
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-        await process.stdin.wait_closed()
-
-
-async def _read(process: asyncio.subprocess.Process) -> dict[str, Any]:
-    assert process.stdout is not None
-    try:
-        header = await process.stdout.readexactly(HEADER_BYTES)
-        body = await process.stdout.readexactly(int.from_bytes(header, "big"))
-    except asyncio.IncompleteReadError:
-        code = await process.wait()
-        raise _Lost(f"ended its worker process ({_exit(code)})") from None
-    message: dict[str, Any] = json.loads(body)
-    return message
-
-
-async def _read_within(process: asyncio.subprocess.Process, timeout_s: float) -> dict[str, Any]:
-    """The verdict, even when a busy event loop sees it late: only a worker that has not answered yet is out of time."""
-    reading = asyncio.ensure_future(_read(process))
-    try:
-        for allowed in (timeout_s, GRACE_S):
-            await asyncio.wait({reading}, timeout=allowed)
-            if reading.done():
-                return reading.result()
-    finally:
-        if not reading.done():
-            reading.cancel()
-            await asyncio.wait({reading})
-    raise _Lost(f"passed its deadline of {timeout_s:g} s and was killed", timed_out=True)
-
-
-def _exit(code: int) -> str:
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
