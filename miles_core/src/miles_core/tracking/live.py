@@ -98,7 +98,7 @@ class LiveDisplay:
         self._phase_since = time.monotonic()
         self._accepted = 0
         self._step = 0
-        self._rewards: deque[float] = deque(maxlen=60)
+        self._rewards: deque[float] = deque(maxlen=48)
         self._eval: tuple[int, float] | None = None
         self._tokens_per_s: float | None = None
         self._reports: Sequence[Report] = ()
