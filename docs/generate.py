@@ -26,6 +26,7 @@ from miles_core.config.spec import Pick, RunSpec, Section
 from miles_core.config.unused import UNUSED
 from miles_core.known import KNOWN
 from miles_core.registry import FUNCTION_KINDS, Entry, discover
+from miles_core.tracking.names import as_markdown
 
 DOCS = Path(__file__).parent
 NOTE = "<!-- Written by docs/generate.py; edit the models and rules it reads, then run `make docs`. -->"
@@ -185,6 +186,7 @@ def _rule_text(entry: Entry, when: tuple[str, ...], needs: tuple[str, ...]) -> l
 PAGES: dict[str, Callable[[], str]] = {
     "run-file.md": run_file_page,
     "compatibility.md": compatibility_page,
+    "metrics.md": as_markdown,
 }
 
 

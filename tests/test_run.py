@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from miles_core.tracking.names import is_clock, undeclared
+
 if TYPE_CHECKING:
     from .conftest import Workspace
 
@@ -34,7 +36,9 @@ def test_a_run_writes_what_it_promises_and_the_same_seed_gives_the_same_metrics(
     assert "eval/reward_mean" in lines[0]
     assert all(line["contract/versions/s_old_max"] == 0 for line in lines[1:])
     assert all(line["contract/logprobs/abs_diff_max"] < 1e-3 for line in lines[1:])
-    assert not any(key.startswith(("time/", "throughput/")) for line in lines for key in line)
+    timings = workspace.lines("timings.jsonl")
+    assert undeclared(key for line in (*lines, *timings) for key in line) == []
+    assert not any(is_clock(key) for line in lines for key in line)
 
     workspace.train("--fresh")
     assert (workspace.directory() / "metrics.jsonl").read_bytes() == first

@@ -54,11 +54,12 @@ def test_no_name_is_declared_twice_and_every_one_has_a_unit_and_a_meaning() -> N
     assert all(metric.unit and metric.help for metric in names.METRICS)
 
 
-def test_a_part_in_braces_stands_for_one_segment() -> None:
+def test_a_part_in_braces_stands_for_one_segment_or_for_the_rest() -> None:
     found = names.find("correction/clip-or-pop/ess")
     assert found is not None
     assert found.name == "correction/{correction}/ess"
     assert names.find("correction/a/b/ess") is None
+    assert names.find("eval/reward/file.py:score/format") is not None
     assert names.undeclared(["step", "train/loss", "train/lossy", "time/save_s"]) == ["train/lossy"]
 
 

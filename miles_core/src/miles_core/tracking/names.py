@@ -1,8 +1,9 @@
 """Every metric, declared once: its name, unit and meaning. docs/metrics.md is written from here.
 
-A name may have parts in braces, each standing for one segment: ``correction/{correction}/ratio``. A run that records a
-name which is not declared here fails the tests. `clock` marks figures the wall clock decides; they go to timings.jsonl,
-everything else to metrics.jsonl, which equal runs write bit for bit.
+A name may have parts in braces, each standing for one segment, ``correction/{correction}/ratio``, or at the end for all
+that follows, ``rollout/reward/{part}``. A run that records a name which is not declared here fails the tests. `clock`
+marks figures the wall clock decides; they go to timings.jsonl, everything else to metrics.jsonl, which equal runs write
+bit for bit.
 """
 
 from __future__ import annotations
@@ -136,7 +137,8 @@ METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for 
 def find(name: str) -> Metric | None:
     """The declaration of a recorded name; an exact one before one with braces."""
     for metric in sorted(METRICS, key=lambda metric: "{" in metric.name):
-        if re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", re.escape(metric.name)), name):
+        pattern = re.sub(r"\\\{\w+\\\}$", ".+", re.escape(metric.name))
+        if re.fullmatch(re.sub(r"\\\{\w+\\\}", "[^/]+", pattern), name):
             return metric
     return None
 
@@ -144,6 +146,12 @@ def find(name: str) -> Metric | None:
 def undeclared(names: Iterable[str]) -> list[str]:
     """Those of `names` that nobody declared, sorted; ``step`` is the key of a line and no metric."""
     return sorted(name for name in set(names) - {"step"} if find(name) is None)
+
+
+def is_clock(name: str) -> bool:
+    """Whether the wall clock decides the figure, so that it belongs into timings.jsonl."""
+    found = find(name)
+    return found is not None and found.clock
 
 
 def as_markdown() -> str:
