@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from miles_core.config.picks import SECTIONS
 from miles_core.config.spec import Pick, RunSpec, Section
 from miles_core.config.unused import UNUSED
 from miles_core.known import KNOWN
-from miles_core.registry import FUNCTION_KINDS, Entry, discover
+from miles_core.registry import FUNCTION_KINDS, Entry, Registry, discover
 from miles_core.tracking.names import as_markdown
 
 DOCS = Path(__file__).parent
@@ -69,11 +70,16 @@ belong to core. Plugins bring rules of their own; `miles plugins show KIND NAME`
 """
 
 
+@cache
+def installed() -> Registry:
+    return discover()
+
+
 def first_party(kind: str) -> list[Entry]:
     """Usable or merely uninstalled capabilities of this repository, in the registry's order."""
     return [
         entry
-        for entry in discover().entries(kind)
+        for entry in installed().entries(kind)
         if (entry.distribution == "miles-core" or (kind, entry.name) in KNOWN)
         and entry.state in (State.OK, State.UNAVAILABLE)
     ]

@@ -200,7 +200,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False)
 VALUES = st.recursive(SCALARS, lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner), max_leaves=12)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(VALUES)
 def test_what_is_dumped_is_read_back(value: object) -> None:
     document = yaml12.parse(yaml12.dump(value))
@@ -208,7 +208,7 @@ def test_what_is_dumped_is_read_back(value: object) -> None:
     assert repr(document.value) == repr(value)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet=st.sampled_from("ab:[]{}&*!|>'\"#%@`,?- \n\t0.e<~\\"), max_size=40))
 def test_any_text_is_a_source_or_a_run_file_error(text: str) -> None:
     with contextlib.suppress(RunFileError):  # any other exception fails the test

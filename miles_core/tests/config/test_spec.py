@@ -110,7 +110,7 @@ def instances(model: type[BaseModel]) -> st.SearchStrategy[dict[str, Any]]:
     return st.fixed_dictionaries(required, optional=optional)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(instances(RunSpec))
 def test_a_written_spec_loads_to_the_same_spec(raw: dict[str, Any]) -> None:
     spec = translate.strict(RunSpec, raw)
