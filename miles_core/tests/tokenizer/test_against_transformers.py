@@ -73,7 +73,13 @@ def reference(folder: Path) -> Any:
 @pytest.mark.parametrize("tools", [[], [TOOL]], ids=["bare", "tools"])
 @pytest.mark.parametrize("opener", [True, False])
 def test_conversations_render_to_the_same_ids(
-    folder: Path, tmp_path: Path, reference: Any, template: str | None, conversation: str, tools: list[Any], opener: bool
+    folder: Path,
+    tmp_path: Path,
+    reference: Any,
+    template: str | None,
+    conversation: str,
+    tools: list[Any],
+    opener: bool,
 ) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     if template is not None:

@@ -21,7 +21,9 @@ def test_blocks_take_their_line_and_indentation_with_them() -> None:
 
 
 def test_loops_may_break_and_continue() -> None:
-    source = "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}"
+    source = (
+        "{% for i in range(5) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 3 %}{% break %}{% endif %}{{ i }}"
+    )
     assert render(source + "{% endfor %}") == "02"
 
 

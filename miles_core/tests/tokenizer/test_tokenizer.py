@@ -129,7 +129,9 @@ def test_special_tokens_may_be_objects_or_in_the_old_file(tmp_path: Path) -> Non
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "not valid Jinja"),
     ],
 )
-def test_a_missing_or_broken_file_is_named(folder: Path, tmp_path: Path, name: str, content: str | None, says: str) -> None:
+def test_a_missing_or_broken_file_is_named(
+    folder: Path, tmp_path: Path, name: str, content: str | None, says: str
+) -> None:
     copy = shutil.copytree(folder, tmp_path / "copy")
     (copy / name).unlink()
     if content is not None:

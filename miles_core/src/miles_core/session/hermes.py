@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from miles_core.types import ToolCall
 
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"[ \t\r\n]*")
 _DECODER = json.JSONDecoder()
 
@@ -26,14 +26,16 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """
     calls: list[ToolCall] = []
     kept: list[str] = []
-    end = 0
-    for block in _BLOCK.finditer(text):
-        call = _call(block.group(1), f"call_{len(calls)}")
-        if call is None:
-            continue
-        kept.append(text[end : block.start()])
-        calls.append(call)
-        end = block.end()
+    end = close = 0
+    # From closing tag to closing tag, so that a model stuck on opening tags costs linear time.
+    while (close := text.find(_CLOSE, close)) >= 0:
+        start = text.rfind(_OPEN, end, close)
+        call = None if start < 0 else _call(text[start + len(_OPEN) : close], f"call_{len(calls)}")
+        close += len(_CLOSE)
+        if call is not None:
+            kept.append(text[end:start])
+            calls.append(call)
+            end = close
     if not calls:
         return text, ()
     return "".join([*kept, text[end:]]).strip(), tuple(calls)

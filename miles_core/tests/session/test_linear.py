@@ -1,0 +1,449 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from miles_core.errors import EngineError, SessionError
+from miles_core.session.default_family import DefaultFamily
+from miles_core.session.linear import LinearSession
+from miles_core.session.matching import loose_tool_call, role_content_only
+from miles_core.session.seeds import turn_seed
+from miles_core.testing.tiny import IM_END
+from miles_core.tokenizer import ChatTokenizer
+from miles_core.types import FinishReason, Message, Status, ToolCall
+
+Open = Callable[..., LinearSession]
+U1, U2, U3 = (Message(role="user", content=text) for text in ("one", "two", "three"))
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+
+
+async def test_the_first_turn_renders_and_later_ones_extend_the_very_row(
+    open_session: Open, engine: Any, tokenizer: ChatTokenizer
+) -> None:
+    session = open_session()
+    engine.replies = ["alpha", "beta"]
+    first = await session.complete([U1])
+    row = [*engine.requests[0].token_ids, *tokenizer.encode("alpha"), IM_END]
+    assert session.row.ids() == row
+    await session.complete([U1, first.message, U2])
+    second = engine.requests[1].token_ids
+    assert list(second[: len(row)]) == row
+    assert tokenizer.decode(second[len(row) :]) == "\n<|im_start|>user\ntwo<|im_end|>\n<|im_start|>assistant\n"
+    assert first.message.content == "alpha"
+    assert (first.finish_reason, first.num_tokens) == (FinishReason.STOP, len(tokenizer.encode("alpha")) + 1)
+
+
+async def test_what_was_sampled_is_kept_though_its_text_would_tokenize_otherwise(
+    open_session: Open, engine: Any, tokenizer: ChatTokenizer, make_chunk: Callable[..., Any]
+) -> None:
+    odd = [tokenizer.token_id(letter) for letter in "the"]  # canonical: one token
+    assert tokenizer.encode("the") != odd
+    session = open_session()
+    engine.replies = [[make_chunk([*odd, IM_END])], "ok"]
+    answer = await session.complete([U1])
+    assert answer.message.content == "the"
+    await session.complete([U1, answer.message, U2])
+    prompt = list(engine.requests[0].token_ids)
+    assert list(engine.requests[1].token_ids[: len(prompt) + 4]) == [*prompt, *odd, IM_END]
+
+
+async def test_chunks_become_spans_by_weight_version(
+    open_session: Open, engine: Any, make_chunk: Callable[..., Any]
+) -> None:
+    session = open_session()
+    engine.replies = [
+        [
+            make_chunk([9], version=3, finish=None),
+            make_chunk([10, 11], version=3, finish=None),
+            make_chunk([12], version=4, finish=None),
+            make_chunk([IM_END], version=4),
+        ]
+    ]
+    await session.complete([U1])
+    start = len(engine.requests[0].token_ids)
+    assert [(span.start - start, span.end - start, span.weight_version) for span in session.row.spans] == [
+        (0, 3, 3),
+        (3, 5, 4),
+    ]
+
+
+# --- what the engine is asked -----------------------------------------------------------------------------------------
+
+
+async def test_max_tokens_ends_where_the_context_does(open_session: Open, engine: Any) -> None:
+    session = open_session(context_length=40, max_tokens=1000)
+    await session.complete([U1])
+    request = engine.requests[0]
+    assert request.params.max_tokens == 40 - len(request.token_ids)
+
+
+async def test_stop_tokens_of_the_family_join_those_of_the_run(open_session: Open, engine: Any) -> None:
+    session = open_session(stop_token_ids=(200,))
+    await session.complete([U1])
+    assert engine.requests[0].params.stop_token_ids == (IM_END, 200)
+
+
+async def test_each_turn_derives_its_own_seed_and_a_retry_samples_anew(open_session: Open, engine: Any) -> None:
+    session = open_session(seed=7)
+    answer = await session.complete([U1])
+    await session.complete([U1, answer.message, U2])
+    await session.complete([U1, answer.message, U2])
+    seeds = [request.params.seed for request in engine.requests]
+    assert seeds == [turn_seed(7, 0), turn_seed(7, 1), turn_seed(7, 2)]
+    assert len(set(seeds)) == 3
+    assert turn_seed(None, 0) is None
+
+
+async def test_a_failed_turn_is_repeated_with_the_same_seed(open_session: Open, engine: Any) -> None:
+    session = open_session(seed=7)
+    engine.replies = [EngineError("lost"), "ok"]
+    with pytest.raises(EngineError):
+        await session.complete([U1])
+    await session.complete([U1])
+    assert engine.requests[0].params.seed == engine.requests[1].params.seed
+
+
+# --- retry and divergence ---------------------------------------------------------------------------------------------
+
+
+async def test_retry_rolls_back_one_checkpoint(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    engine.replies = ["alpha", "beta", "gamma"]
+    first = await session.complete([U1])
+    kept = session.row.ids()
+    second = await session.complete([U1, first.message, U2])
+    await session.complete([U1, first.message, U3])
+    assert list(engine.requests[2].token_ids[: len(kept)]) == kept
+    assert [message.content for message in session.messages] == ["one", "alpha", "three", "gamma"]
+    assert session.row.ids()[: len(kept)] == kept
+    assert (session.discarded_turns, session.discarded_tokens) == (1, second.num_tokens)
+    assert session.edited_turns == 0
+    session.trajectory(prompt_id="p").check()
+
+
+async def test_retry_of_the_first_turn_rolls_back_to_the_empty_session(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    await session.complete([U1])
+    await session.complete([U2])
+    assert [message.content for message in session.messages] == ["two", "ok"]
+    assert session.row.ids()[: len(engine.requests[1].token_ids)] == list(engine.requests[1].token_ids)
+
+
+async def test_a_history_that_diverges_earlier_is_refused_with_the_first_difference(
+    open_session: Open, engine: Any
+) -> None:
+    session = open_session()
+    first = await session.complete([U1])
+    second = await session.complete([U1, first.message, U2])
+    before = session.row.ids()
+    for history in ([U3, first.message, U2, second.message, U3], [U1], [U1, Message(role="assistant", content="no")]):
+        with pytest.raises(SessionError, match="diverges before the latest turn") as caught:
+            await session.complete(history)
+        assert "expected: message" in str(caught.value)
+        assert session.row.ids() == before
+    assert "content='no'" in str(caught.value)
+    assert len(engine.requests) == 2
+
+
+async def test_a_second_retry_may_not_reach_further_back(open_session: Open) -> None:
+    session = open_session()
+    first = await session.complete([U1])
+    second = await session.complete([U1, first.message, U2])
+    await session.complete([U1, first.message, U2, second.message, U3])
+    with pytest.raises(SessionError, match="diverges"):
+        await session.complete([U1, first.message, U3])
+
+
+async def test_a_latest_answer_the_agent_edited_is_replaced_and_counted(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    await session.complete([U1])
+    edited = Message(role="assistant", content="mine")
+    await session.complete([U1, edited, U2])
+    assert session.edited_turns == 1
+    trajectory = session.trajectory(prompt_id="p")
+    assert trajectory.metadata["edited_turns"] == 1
+    assert trajectory.response_tokens == session.turns[-1].sampled
+    assert [message.content for message in trajectory.messages] == ["one", "mine", "two", "ok"]
+
+
+async def test_sending_the_stored_history_again_asks_for_one_more_answer(
+    open_session: Open, engine: Any, tokenizer: ChatTokenizer
+) -> None:
+    session = open_session()
+    answer = await session.complete([U1])
+    row = session.row.ids()
+    await session.complete([U1, answer.message])
+    assert tokenizer.decode(engine.requests[1].token_ids[len(row) :]) == "\n<|im_start|>assistant\n"
+
+
+async def test_an_engine_failure_during_a_retry_leaves_the_old_turn(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    engine.replies = ["alpha", EngineError("lost")]
+    answer = await session.complete([U1])
+    before = session.row.ids()
+    with pytest.raises(EngineError):
+        await session.complete([U2])
+    assert session.row.ids() == before
+    assert session.messages == (U1, answer.message)
+
+
+CALL_TEXT = 'x<tool_call>{"name": "f", "arguments": {"a": 1, "b": "y"}}</tool_call>'
+RESULT = Message(role="user", content="result")
+
+
+def respell(message: Message, arguments: str) -> Message:
+    call = message.tool_calls[0]
+    return Message(
+        role="assistant",
+        content=message.content,
+        tool_calls=(ToolCall(id=call.id, name=call.name, arguments=arguments),),
+    )
+
+
+@pytest.mark.parametrize("spelling", ['{"b":"y","a":1}', '{ "a" : 1.0, "b": "y" }'])
+async def test_reordered_or_respaced_arguments_match_loosely_and_the_stored_spelling_wins(
+    open_session: Open, engine: Any, spelling: str
+) -> None:
+    session = open_session(matcher=loose_tool_call)
+    engine.replies = [CALL_TEXT]
+    answer = await session.complete([U1])
+    row = session.row.ids()
+    await session.complete([U1, respell(answer.message, spelling), RESULT])
+    assert list(engine.requests[1].token_ids[: len(row)]) == row
+    assert session.messages[1] == answer.message
+    assert session.discarded_turns == 0
+
+
+async def test_under_strict_the_same_drift_costs_the_turn_and_shows(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    engine.replies = [CALL_TEXT]
+    answer = await session.complete([U1])
+    await session.complete([U1, respell(answer.message, "{}"), RESULT])
+    assert (session.discarded_turns, session.edited_turns) == (1, 1)
+
+
+async def test_role_content_only_keeps_the_stored_call_under_a_foreign_one(open_session: Open, engine: Any) -> None:
+    session = open_session(matcher=role_content_only)
+    engine.replies = [CALL_TEXT]
+    answer = await session.complete([U1])
+    await session.complete([U1, Message(role="assistant", content=answer.message.content), RESULT])
+    assert session.messages[1].tool_calls == answer.message.tool_calls
+
+
+async def test_a_dropped_turn_is_refused(open_session: Open) -> None:
+    session = open_session()
+    first = await session.complete([U1])
+    second = await session.complete([U1, first.message, U2])
+    with pytest.raises(SessionError, match="diverges"):
+        await session.complete([U1, U2, second.message, U3])
+
+
+async def test_call_ids_are_unique_within_the_session(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    engine.replies = [CALL_TEXT, CALL_TEXT]
+    first = await session.complete([U1])
+    second = await session.complete([U1, first.message, RESULT])
+    assert first.message.tool_calls[0].id == "call_0"
+    assert second.message.tool_calls[0].id == "call_0_turn1"
+
+
+async def test_tools_are_fixed_once_they_are_in_the_row(open_session: Open) -> None:
+    session = open_session()
+    answer = await session.complete([U1], [TOOL])
+    with pytest.raises(SessionError, match="tools changed"):
+        await session.complete([U1, answer.message, U2])
+    await session.complete([U1, answer.message, U2], [{**TOOL}])
+    other = open_session()
+    await other.complete([U1], [TOOL])
+    await other.complete([U2])  # back to the empty session: everything is rendered anew
+
+
+# --- ends -------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_turn_cut_off_by_length_cannot_be_extended_but_retried(
+    open_session: Open, engine: Any, make_chunk: Callable[..., Any]
+) -> None:
+    session = open_session(max_tokens=2)
+    engine.replies = [[make_chunk([9, 10], finish=FinishReason.LENGTH)], [make_chunk([IM_END])]]
+    answer = await session.complete([U1])
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert session.trajectory(prompt_id="p").status is Status.TRUNCATED
+    with pytest.raises(SessionError, match="cut off \\(finish reason length\\)"):
+        await session.complete([U1, answer.message, U2])
+    await session.complete([U1, U2])
+    assert session.trajectory(prompt_id="p").status is Status.COMPLETED
+
+
+async def test_a_turn_ended_by_a_stop_string_is_not_given_a_stop_token(
+    open_session: Open, engine: Any, make_chunk: Callable[..., Any]
+) -> None:
+    session = open_session(stop=("x",))
+    engine.replies = [[make_chunk([9, 10])]]
+    answer = await session.complete([U1])
+    assert answer.finish_reason is FinishReason.STOP
+    with pytest.raises(SessionError, match="has no end"):
+        await session.complete([U1, answer.message, U2])
+
+
+async def test_a_full_context_says_how_full_and_truncates(open_session: Open, engine: Any) -> None:
+    session = open_session(context_length=45)
+    answer = await session.complete([U1])
+    row = session.row.ids()
+    with pytest.raises(SessionError, match="context is full") as caught:
+        await session.complete([U1, answer.message, Message(role="user", content="long " * 20)])
+    assert "fewer than 45 tokens" in str(caught.value)
+    assert session.row.ids() == row
+    trajectory = session.trajectory(prompt_id="p")
+    assert trajectory.status is Status.TRUNCATED
+    assert trajectory.failure is None
+
+
+async def test_an_aborted_turn_keeps_its_tokens_and_its_status(
+    open_session: Open, engine: Any, make_chunk: Callable[..., Any]
+) -> None:
+    session = open_session()
+    engine.replies = [[make_chunk([9, 10], finish=None), make_chunk([], finish=FinishReason.ABORT)]]
+    answer = await session.complete([U1])
+    assert answer.finish_reason is FinishReason.ABORT
+    trajectory = session.trajectory(prompt_id="p")
+    assert (trajectory.status, trajectory.response_tokens) == (Status.ABORTED, 2)
+
+
+# --- concurrency ------------------------------------------------------------------------------------------------------
+
+
+async def test_a_second_completion_is_refused_while_one_is_under_way(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    engine.gate = asyncio.Event()
+    running = asyncio.create_task(session.complete([U1]))
+    await asyncio.sleep(0)
+    with pytest.raises(SessionError, match="already generating"):
+        await session.complete([U1])
+    engine.gate.set()
+    assert (await running).message.content == "ok"
+    assert len(engine.requests) == 1
+
+
+async def test_cancelling_aborts_the_request_and_leaves_the_session_as_it_was(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    engine.gate = asyncio.Event()
+    running = asyncio.create_task(session.complete([U1]))
+    await asyncio.sleep(0)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert engine.closed_early == 1
+    assert (len(session.row), session.messages, session.failure) == (0, (), None)
+    engine.gate.set()
+    await session.complete([U1])
+
+
+async def test_a_session_closed_while_generating_drops_the_turn(open_session: Open, engine: Any) -> None:
+    session = open_session()
+    engine.gate = asyncio.Event()
+    running = asyncio.create_task(session.complete([U1]))
+    await asyncio.sleep(0)
+    session.close()
+    engine.gate.set()
+    with pytest.raises(SessionError, match="was closed while"):
+        await running
+    assert len(session.row) == 0
+    with pytest.raises(SessionError, match="session is closed"):
+        await session.complete([U1])
+
+
+async def test_a_commit_out_of_order_is_refused(open_session: Open, engine: Any) -> None:
+    from miles_core.session.generation import Output
+
+    session = open_session()
+    prepared = session.prepare([U1])
+    await session.complete([U1])
+    with pytest.raises(SessionError, match="went on while"):
+        session.commit(prepared, Output())
+
+
+async def test_an_empty_history_is_refused(open_session: Open) -> None:
+    with pytest.raises(SessionError, match="history is empty"):
+        await open_session().complete([])
+
+
+# --- families ---------------------------------------------------------------------------------------------------------
+
+
+class OpenerFamily(DefaultFamily):
+    """As GLM does it: the stop token is the opener of the next message and stands in the row once."""
+
+    def __init__(self, tokenizer: ChatTokenizer) -> None:
+        super().__init__(None, tokenizer)
+        self.stop_token_ids = frozenset({0, IM_END})
+
+    def append(self, stored: Sequence[Message], appended: Sequence[Message], tools: Any = ()) -> list[int]:
+        return [0, *self.tokenizer.encode(appended[0].content), 1]
+
+    def merge(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
+        return [*prefix[:-1], *suffix]
+
+
+async def test_a_stop_token_that_is_the_next_opener_stands_once_and_comes_back_on_rollback(
+    open_session: Open, engine: Any, tokenizer: ChatTokenizer, make_chunk: Callable[..., Any]
+) -> None:
+    session = open_session(family=OpenerFamily(tokenizer))
+    engine.replies = [[make_chunk([9, IM_END])], [make_chunk([10, 0])], [make_chunk([11, 0])]]
+    first = await session.complete([U1])
+    whole = session.row.ids()
+    second = await session.complete([U1, first.message, U2])
+    # IM_END was replaced by the opener 0: it is no longer in the row, and the row has no sampled token for it.
+    prompt = list(engine.requests[1].token_ids)
+    assert prompt[: len(whole)] == [*whole[:-1], 0]
+    session.trajectory(prompt_id="p").check()
+    assert session.row.arrays()[1].sum() == 1 + 2
+    # The retry starts from the first turn's own row, stop token included.
+    await session.complete([U1, first.message, U3])
+    assert list(engine.requests[2].token_ids[: len(whole)]) == [*whole[:-1], 0]
+    assert session.discarded_tokens == second.num_tokens
+    # An opener equal to the sampled stop token stays the sampled one.
+    third = session.messages[-1]
+    await session.complete([U1, first.message, U3, third, U1])
+    spans = session.row.spans
+    assert session.row.ids()[spans[1].start : spans[1].end] == [11, 0]
+    session.trajectory(prompt_id="p").check()
+
+
+class RewritingFamily(DefaultFamily):
+    def merge(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
+        text = self.tokenizer.decode(prefix)
+        return super().merge(self.tokenizer.encode(text), suffix)
+
+
+async def test_a_family_that_tokenizes_the_prefix_again_is_caught(
+    open_session: Open, engine: Any, tokenizer: ChatTokenizer, make_chunk: Callable[..., Any]
+) -> None:
+    odd = [tokenizer.token_id(letter) for letter in "the"]
+    session = open_session(family=RewritingFamily(None, tokenizer))
+    engine.replies = [[make_chunk([*odd, IM_END])]]
+    answer = await session.complete([U1])
+    with pytest.raises(SessionError, match="changed tokens that were already") as caught:
+        await session.complete([U1, answer.message, U2])
+    assert "RewritingFamily" in str(caught.value)
+
+
+# --- routes -----------------------------------------------------------------------------------------------------------
+
+
+async def test_routes_cover_the_row_of_the_latest_turn(
+    open_session: Open, engine: Any, make_chunk: Callable[..., Any]
+) -> None:
+    session = open_session(routes=True)
+    length = len(session.prepare([U1]).prompt_ids)
+    routes = np.zeros((length + 1, 2, 4), np.int16)
+    engine.replies = [[make_chunk([9, IM_END], routes=routes)], [make_chunk([9, IM_END], routes=routes)]]
+    answer = await session.complete([U1])
+    assert engine.requests[0].routes
+    assert session.trajectory(prompt_id="p").routes is routes
+    with pytest.raises(EngineError, match="routes are on but do not cover the row"):
+        await session.complete([U1, answer.message, U2])
