@@ -30,6 +30,7 @@ data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
 rewards: ['{folder}/reward.py:score']
 rollout: {{sampling: {{max_tokens: 6}}, reward_workers: 1}}
 schedule: {{steps: 4, groups_per_step: 2, group_size: 3}}
+backend: {{use: fsdp, param_dtype: float32}}
 optimizer: {{lr: 1.0e-2}}
 eval: {{every_steps: 2, prompts: 2, sampling: {{temperature: 0, max_tokens: 4}}}}
 checkpoint: {{every_steps: 1, export_hf: false}}
