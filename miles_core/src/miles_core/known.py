@@ -30,8 +30,12 @@ KNOWN: dict[tuple[str, str], Home] = {
     ("executor", "ray"): _RAY,
     ("tito_family", "chatml"): _CHATML,
     ("environment", "reasoning-gym"): _REASONING_GYM,
+    ("reward", "reasoning-gym"): _REASONING_GYM,
     ("tracker", "wandb"): _WANDB,
 }
+
+FIRST_PARTY = frozenset({"miles-core", *(place.distribution for place in KNOWN.values())})
+"""Distributions of the Miles repository."""
 
 
 def home(kind: str, name: str) -> Home | None:

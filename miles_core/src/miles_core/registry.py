@@ -26,7 +26,7 @@ from packaging.utils import canonicalize_name
 
 from miles_core.capability import ENTRY_POINT_GROUP, KINDS, Capability, State
 from miles_core.errors import PluginError
-from miles_core.known import home
+from miles_core.known import FIRST_PARTY, home
 from miles_core.plugin_loader import Outcome, load_plugin, new_manager
 
 DISABLE_VARIABLE = "MILES_DISABLE_PLUGINS"
@@ -267,7 +267,9 @@ def _with_needs(entry: Entry, distribution: Distribution | None) -> Entry:
             if requirement.specifier.contains(installed, prereleases=True):
                 continue
             reason = f"needs {text}, and {installed} is installed"
-        extra = _extra_with(requirement.name, distribution)
+        # Ours are not on an index yet: naming one to pip would fetch whatever somebody put there.
+        ours = entry.distribution in FIRST_PARTY
+        extra = None if ours else _extra_with(requirement.name, distribution)
         wanted = f"{entry.distribution}[{extra}]" if extra else text
         return replace(entry, state=State.UNAVAILABLE, reason=reason, do=f"pip install '{wanted}'")
     return entry
@@ -325,7 +327,9 @@ def _user_function(kind: str, use: str, base: Path) -> Entry:
         path = (base / place).resolve()
         if not path.is_file():
             raise PluginError(
-                f"the file of {kind} `{use}` does not exist", found=str(path), do="a relative path starts where you start miles"
+                f"the file of {kind} `{use}` does not exist",
+                found=str(path),
+                do="relative paths start where you start miles",
             )
         place = str(path)
     capability = Capability(name=use, summary="a function of yours", load=f"{place}:{attribute}")

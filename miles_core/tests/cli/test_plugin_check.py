@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
+from pydantic import BaseModel, ConfigDict
+
 from miles_core.capability import Capability, State, conflicts
 from miles_core.cli import main
 from miles_core.cli.plugin_check import check_entry, check_plugin, rule_fields
 from miles_core.registry import Entry, Plugin, discover
-from pydantic import BaseModel, ConfigDict
 
 HERE = "miles_core_tests_check"
 

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner, Result
+
 from miles_core.capability import KINDS
 from miles_core.cli import COMMANDS, FIRST_FIVE, main, table
 from miles_core.cli.lazy import LazyCommand, LazyGroup

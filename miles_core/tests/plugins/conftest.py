@@ -9,6 +9,7 @@ from importlib.metadata import EntryPoint, distributions
 from pathlib import Path
 
 import pytest
+
 from miles_core.capability import ENTRY_POINT_GROUP
 
 Install = Callable[..., None]

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from miles_core.capability import State
 from miles_core.errors import PluginError
 from miles_core.registry import Plugin, Registry, discover, load_target
@@ -207,6 +208,13 @@ def test_the_pip_line_names_the_extra_that_brings_the_need(install, entry_points
     )
     (entry,) = discover(entry_points=entry_points()).entries()
     assert entry.do == "pip install 'good[engine]'"
+
+
+def test_no_distribution_of_ours_is_given_to_pip_by_name(install, entry_points):
+    source = good("short").replace("load=", "needs=('no-such-package>=2',), load=")
+    install("miles-ray", source, requires=("no-such-package>=2; extra == 'engine'",), extras=("engine",))
+    (entry,) = discover(entry_points=entry_points()).entries()
+    assert entry.do == "pip install 'no-such-package>=2'"
 
 
 def test_a_need_for_another_platform_does_not_count(install, entry_points):

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from miles_core.errors import PluginError
 from miles_core.plugin import Facts, Finding, Rule, conflicts, requires
 from miles_core.rules import evaluate, lint, parse

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from miles_core.capability import KINDS
 from miles_core.signatures import CONSTRUCTED_WITH, faults, protocol_of
 
