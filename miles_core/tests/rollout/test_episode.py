@@ -157,6 +157,14 @@ async def test_an_environment_that_returns_no_result_failed() -> None:
     assert where(await attempt(run)) == (Status.FAILED, Boundary.ENVIRONMENT, False)
 
 
+@pytest.mark.parametrize("value", [{1, 2}, float("nan"), object()])
+async def test_metadata_that_no_file_could_hold_is_the_environments_failure(value: Any) -> None:
+    found = await attempt(scoring(1.0, odd=value))
+    assert where(found) == (Status.FAILED, Boundary.ENVIRONMENT, False)
+    assert found.failure is not None
+    assert "not JSON-compatible" in found.failure.message
+
+
 def engine_down(asked: Asked) -> Answer:
     return Answer(error=EngineError("out of memory"))
 

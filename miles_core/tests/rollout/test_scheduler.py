@@ -179,7 +179,7 @@ async def test_over_sampling_stops_early_and_aborts_the_surplus() -> None:
     assert all(session.waiting == 0 for session in bench.sessions.opened)
 
 
-@pytest.mark.parametrize(("groups", "factor", "started"), [(10, 1.1, 11), (3, 1.0, 3), (4, 1.3, 6), (8, 1.25, 10)])
+@pytest.mark.parametrize(("groups", "factor", "started"), [(25, 1.12, 28), (3, 1.0, 3), (4, 1.3, 6), (8, 1.25, 10)])
 async def test_a_wave_is_as_large_as_the_run_file_says(groups: int, factor: float, started: int) -> None:
     bench = Bench(lambda asked: "1")
     collected = await bench.collect(groups=groups, size=1, over_sample=factor)

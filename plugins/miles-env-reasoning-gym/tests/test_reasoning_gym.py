@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from pydantic import ValidationError
@@ -14,9 +14,11 @@ from pydantic import ValidationError
 from miles_core.errors import ConfigError, RewardError
 from miles_core.kinds.reward import Scored
 from miles_core.rollout.rewards import RewardPool, RewardSpec
+from miles_core.testing.environment import EnvironmentConformance
+from miles_core.testing.reward import RewardConformance
 from miles_core.types import Message, Prompt
 from miles_env_reasoning_gym import entries
-from miles_env_reasoning_gym.environment import ReasoningGymEnvironment
+from miles_env_reasoning_gym.environment import ReasoningGymEnvironment, generated
 from miles_env_reasoning_gym.options import EnvironmentOptions, RewardOptions
 from miles_env_reasoning_gym.reward import find_answer
 
@@ -64,10 +66,13 @@ def test_prompts_are_short_labelled_and_json(easy: ReasoningGymEnvironment) -> N
 
 def test_every_process_gets_the_same_questions() -> None:
     # This task iterates over sets of strings: with a free hash seed each process would ask something else.
-    first, second = (environment("isomorphic_strings", size=3, eval_size=2, system=None) for _ in range(2))
-    assert first.prompts("train") == second.prompts("train")
-    assert first.prompts("eval") == second.prompts("eval")
-    assert len(first.prompts("train")[0].messages) == 1
+    options = {"size": 3, "eval_size": 2, "system": None}
+    first = environment("isomorphic_strings", **options)
+    train, held_out = first.prompts("train"), first.prompts("eval")
+    generated.cache_clear()
+    second = environment("isomorphic_strings", **options)
+    assert (second.prompts("train"), second.prompts("eval")) == (train, held_out)
+    assert len(train[0].messages) == 1
 
 
 def generate(task: str, options: dict[str, Any], *, seed: int = 0, eval_size: int = 5) -> dict[str, Any]:
@@ -147,6 +152,23 @@ def test_an_answer_pattern_must_compile_and_name_one_answer(pattern: str) -> Non
 )
 def test_the_answer_is_found_in_the_reply(reply: str, pattern: str | None, answer: str | None) -> None:
     assert find_answer(reply, pattern) == answer
+
+
+class TestEnvironmentConforms(EnvironmentConformance):
+    provides = frozenset({"provides-prompts"})
+
+    def make(self) -> ReasoningGymEnvironment:
+        return environment(task_options=EASY, size=300, eval_size=40)
+
+
+class TestRewardConforms(RewardConformance):
+    load = "miles_env_reasoning_gym.reward:reasoning_gym_reward"
+    options: ClassVar[dict[str, Any]] = {"answer_pattern": r"-?\d+"}
+
+    def examples(self) -> list[tuple[Scored, float | None]]:
+        prompt = environment(task_options=EASY, size=300, eval_size=40).prompts("train")[0]
+        wrong = str(int(prompt.label) + 1)
+        return [(scored(prompt, f"It is {prompt.label}."), 1.0), (scored(prompt, wrong), 0.0)]
 
 
 def scored(prompt: Prompt, response: str) -> Scored:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -179,6 +180,10 @@ class Episodes:
             return None, error
         if not isinstance(result, EpisodeResult):
             return None, TypeError(f"the environment's run returned {type(result).__name__}, not an EpisodeResult")
+        try:
+            json.dumps(dict(result.metadata), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            return None, TypeError(f"the environment's metadata is not JSON-compatible: {error}")
         return result, None
 
 

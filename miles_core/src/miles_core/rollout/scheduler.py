@@ -92,7 +92,7 @@ async def collect(
 
     for _ in range(spec.max_waves):
         needed = groups - len(accepted)
-        # 10 * 1.1 is 11.000000000000002: without the tolerance a wave would be one group larger than asked for.
+        # 25 * 1.12 is 28.000000000000004: without the tolerance a wave would be one group larger than asked for.
         draws = stream.take(math.ceil(needed * spec.over_sample - 1e-9))
         tally.waves += 1
         wave = _Wave(step=step, episodes=episodes, spec=spec, filters=filters, group_size=group_size, tally=tally)

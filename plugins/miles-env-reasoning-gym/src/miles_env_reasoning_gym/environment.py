@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, Literal
 
 from miles_core import watch
@@ -48,7 +49,7 @@ class ReasoningGymEnvironment:
         task_options = json.dumps(options.task_options, sort_keys=True)
         asked = {"task": options.task, "options": task_options, "seed": options.seed, "size": options.size}
         asked |= {"eval_seed": options.eval_seed, "eval_size": options.eval_size}
-        found = _in_own_process(asked)
+        found = generated(json.dumps(asked, sort_keys=True))
         if "error" in found:
             raise ConfigError(found["error"], where="environment")
         made = {}
@@ -68,16 +69,23 @@ class ReasoningGymEnvironment:
         )
 
 
-def _in_own_process(asked: dict[str, Any]) -> dict[str, Any]:
+@lru_cache(maxsize=4)
+def generated(arguments: str) -> dict[str, Any]:
+    """The result of `entries.generate` for JSON arguments, from a process of its own; a function of them alone.
+
+    Raises:
+        DataError: the process failed, with what it wrote to stderr.
+    """
+    task = json.loads(arguments)["task"]
     environment = {
         **os.environ,
         "PYTHONHASHSEED": "0",
         "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
-    with watch.waiting("driver", on=f"reasoning-gym to generate questions of {asked['task']}"):
+    with watch.waiting("driver", on=f"reasoning-gym to generate questions of {task}"):
         done = subprocess.run(
             [sys.executable, "-m", "miles_env_reasoning_gym.entries"],
-            input=json.dumps(asked),
+            input=arguments,
             capture_output=True,
             text=True,
             env=environment,
@@ -85,7 +93,7 @@ def _in_own_process(asked: dict[str, Any]) -> dict[str, Any]:
         )
     if done.returncode:
         raise DataError(
-            f"reasoning-gym could not generate questions of {asked['task']!r}",
+            f"reasoning-gym could not generate questions of {task!r}",
             found=done.stderr.strip()[-2000:],
             where="environment",
             do="check that reasoning-gym is installed and that task_options fit the task",
