@@ -169,7 +169,8 @@ class ExecutorConformance:
             await executor.start_trainer(trainer_spec(world_size=self.ranks))
             await executor.start_engines(engine_spec())
             expected = {"engine 0", *(f"trainer rank {rank}" for rank in range(self.ranks))}
-            assert set(await executor.describe()) == expected
+            found = set(await executor.describe())
+            assert found == expected, f"describe names {sorted(found)}, expected {sorted(expected)}"
 
     async def test_close_is_idempotent_and_ends_calls(self) -> None:
         async with self.running() as executor:
