@@ -20,6 +20,7 @@ check: .venv/dev.ok
 
 docs: .venv/dev.ok
 	.venv/bin/python docs/generate.py
+	.venv/bin/python docs/generate_kinds.py
 
 clean:
 	rm -rf .venv models
