@@ -126,7 +126,7 @@ class Bench:
             return said if isinstance(said, Exception) else [*self.tokenizer.encode(said), IM_END]
 
         self.engine = ScriptedEngine(reply)
-        self.factory = SessionFactory([self.engine], DefaultFamily(None, self.tokenizer), strict, context_length=400)
+        self.factory = SessionFactory([self.engine], DefaultFamily(None, self.tokenizer), strict, context_length=1200)
 
     async def collect(self, label: str = "42", **spec: Any) -> Collected:
         prompts = [
@@ -210,7 +210,7 @@ async def test_a_turn_cut_off_by_length_truncates_the_trajectory(tmp_path: Path)
 async def test_a_context_that_a_tool_fills_is_no_zero_but_says_who_did_not_score(tmp_path: Path) -> None:
     nines = "9" * 60
     bench = Bench(tmp_path, lambda history: call_text(f"{nines} * {nines}"))  # the result has twice as many digits
-    bench.factory.context_length = 300
+    bench.factory.context_length = 700
     with pytest.raises(RunError, match="context was full before the environment scored"):
         await bench.collect(max_waves=1, retries=0)
     assert len(bench.engine.requests) == 4  # one turn each

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from miles_core.errors import EngineError, SessionError
+from miles_core.session.assembly import assemble
 from miles_core.session.default_family import DefaultFamily
 from miles_core.session.linear import LinearSession
 from miles_core.session.matching import loose_tool_call, role_content_only
@@ -122,7 +123,7 @@ async def test_retry_rolls_back_one_checkpoint(open_session: Open, engine: Any) 
     assert session.row.ids()[: len(kept)] == kept
     assert (session.discarded_turns, session.discarded_tokens) == (1, second.num_tokens)
     assert session.edited_turns == 0
-    session.trajectory(prompt_id="p").check()
+    assemble(session, prompt_id="p").check()
 
 
 async def test_retry_of_the_first_turn_rolls_back_to_the_empty_session(open_session: Open, engine: Any) -> None:
@@ -164,7 +165,7 @@ async def test_a_latest_answer_the_agent_edited_is_replaced_and_counted(open_ses
     edited = Message(role="assistant", content="mine")
     await session.complete([U1, edited, U2])
     assert session.edited_turns == 1
-    trajectory = session.trajectory(prompt_id="p")
+    trajectory = assemble(session, prompt_id="p")
     assert trajectory.metadata["edited_turns"] == 1
     assert trajectory.response_tokens == session.turns[-1].sampled
     assert [message.content for message in trajectory.messages] == ["one", "mine", "two", "ok"]
@@ -272,11 +273,11 @@ async def test_a_turn_cut_off_by_length_cannot_be_extended_but_retried(
     engine.replies = [[make_chunk([9, 10], finish=FinishReason.LENGTH)], [make_chunk([IM_END])]]
     answer = await session.complete([U1])
     assert answer.finish_reason is FinishReason.LENGTH
-    assert session.trajectory(prompt_id="p").status is Status.TRUNCATED
+    assert assemble(session, prompt_id="p").status is Status.TRUNCATED
     with pytest.raises(SessionError, match="cut off \\(finish reason length\\)"):
         await session.complete([U1, answer.message, U2])
     await session.complete([U1, U2])
-    assert session.trajectory(prompt_id="p").status is Status.COMPLETED
+    assert assemble(session, prompt_id="p").status is Status.COMPLETED
 
 
 async def test_a_turn_ended_by_a_stop_string_is_not_given_a_stop_token(
@@ -298,7 +299,7 @@ async def test_a_full_context_says_how_full_and_truncates(open_session: Open, en
         await session.complete([U1, answer.message, Message(role="user", content="long " * 20)])
     assert "fewer than 45 tokens" in str(caught.value)
     assert session.row.ids() == row
-    trajectory = session.trajectory(prompt_id="p")
+    trajectory = assemble(session, prompt_id="p")
     assert trajectory.status is Status.TRUNCATED
     assert trajectory.failure is None
 
@@ -310,7 +311,7 @@ async def test_an_aborted_turn_keeps_its_tokens_and_its_status(
     engine.replies = [[make_chunk([9, 10], finish=None), make_chunk([], finish=FinishReason.ABORT)]]
     answer = await session.complete([U1])
     assert answer.finish_reason is FinishReason.ABORT
-    trajectory = session.trajectory(prompt_id="p")
+    trajectory = assemble(session, prompt_id="p")
     assert (trajectory.status, trajectory.response_tokens) == (Status.ABORTED, 2)
 
 
@@ -400,7 +401,7 @@ async def test_a_stop_token_that_is_the_next_opener_stands_once_and_comes_back_o
     # IM_END was replaced by the opener 0: it is no longer in the row, and the row has no sampled token for it.
     prompt = list(engine.requests[1].token_ids)
     assert prompt[: len(whole)] == [*whole[:-1], 0]
-    session.trajectory(prompt_id="p").check()
+    assemble(session, prompt_id="p").check()
     assert session.row.arrays()[1].sum() == 1 + 2
     # The retry starts from the first turn's own row, stop token included.
     await session.complete([U1, first.message, U3])
@@ -411,7 +412,7 @@ async def test_a_stop_token_that_is_the_next_opener_stands_once_and_comes_back_o
     await session.complete([U1, first.message, U3, third, U1])
     spans = session.row.spans
     assert session.row.ids()[spans[1].start : spans[1].end] == [11, 0]
-    session.trajectory(prompt_id="p").check()
+    assemble(session, prompt_id="p").check()
 
 
 class RewritingFamily(DefaultFamily):
@@ -444,6 +445,6 @@ async def test_routes_cover_the_row_of_the_latest_turn(
     engine.replies = [[make_chunk([9, IM_END], routes=routes)], [make_chunk([9, IM_END], routes=routes)]]
     answer = await session.complete([U1])
     assert engine.requests[0].routes
-    assert session.trajectory(prompt_id="p").routes is routes
+    assert assemble(session, prompt_id="p").routes is routes
     with pytest.raises(EngineError, match="routes are on but do not cover the row"):
         await session.complete([U1, answer.message, U2])

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from miles_core.errors import EngineError, SessionError
+from miles_core.session.linear import LinearSession
 from miles_core.session.matching import MatcherError
 from miles_core.types import Boundary, Failure, FinishReason, Status, Trajectory
-
-if TYPE_CHECKING:
-    from miles_core.session.linear import LinearSession
 
 
 def assemble(
@@ -23,14 +21,12 @@ def assemble(
     *,
     prompt_id: str,
     error: BaseException | None = None,
-    status: Status | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Trajectory:
     """The session's one trajectory, whatever happened to it.
 
     Args:
         error: What the environment's `run` raised, if it did; decides the status with the session, see `outcome`.
-        status: Given by a caller that judges by itself; then `error` is not asked.
         metadata: JSON-compatible facts from the environment; wins over the session's own of the same name.
 
     Returns:
@@ -40,9 +36,7 @@ def assemble(
         ContractError: the session built a row that breaks the tokens contract (a defect of this package).
     """
     ids, sampled, logprobs = session.row.arrays()
-    failure = session.failure if status is Status.FAILED else None
-    if status is None:
-        status, failure = outcome(session, error)
+    status, failure = outcome(session, error)
     # An aborted turn without tokens may leave a row that ends before its routes do.
     routes = session.routes if session.routes is not None and session.routes.shape[0] == len(ids) - 1 else None
     trajectory = Trajectory(

@@ -2,8 +2,9 @@
 
 It holds where the template only ever appends, and refuses where it does not. What it cannot know: whether the
 checkpoint was trained on the rows its template would write for long histories, how it spells tool calls (Hermes
-blocks are recognised, other spellings stay in the content), and where reasoning ends. A family written for the
-checkpoint is always better.
+blocks are recognised, other spellings stay in the content), and where reasoning ends. Tools and tool calls that the
+template would leave out are written into the system message and the content in the Hermes style. A family written for
+the checkpoint is always better.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_core.errors import DataError, SessionError
-from miles_core.session.hermes import parse_tool_calls
+from miles_core.session import probe
+from miles_core.session.hermes import inline_calls, inline_tools, parse_tool_calls
 from miles_core.session.suffix import appended_ids
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
@@ -35,6 +37,7 @@ class DefaultFamily:
         self._turn_end = _turn_end(tokenizer)
         """Ids the template writes after an assistant's content; empty where the next opener ends the turn."""
         self.stop_token_ids = self._stops()
+        self._shows_tools, self._shows_calls = probe.shows_tools(tokenizer), probe.shows_calls(tokenizer)
 
     @classmethod
     def claims(cls, tokenizer: ChatTokenizer) -> bool:
@@ -42,10 +45,14 @@ class DefaultFamily:
         return False
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        return self.tokenizer.encode(self.tokenizer.render(messages, tools, add_generation_prompt=True))
+        if tools and not self._shows_tools:
+            messages, tools = inline_tools(messages, tools), ()
+        return self.tokenizer.encode(self.tokenizer.render(self._shown(messages), tools, add_generation_prompt=True))
 
     def append(self, stored: Sequence[Message], appended: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        return appended_ids(self.tokenizer, appended, tools, calls=stored[-1].tool_calls)
+        tools = tools if self._shows_tools else ()
+        calls = stored[-1].tool_calls if self._shows_calls else ()
+        return appended_ids(self.tokenizer, self._shown(appended), tools, calls=calls)
 
     def merge(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
         """Complete the end of the assistant turn as the template writes it.
@@ -75,6 +82,9 @@ class DefaultFamily:
             ids.pop()
         content, calls = parse_tool_calls(self.tokenizer.decode(ids))
         return Message(role="assistant", content=content, tool_calls=calls)
+
+    def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages if self._shows_calls else inline_calls(messages)
 
     def _stops(self) -> frozenset[int]:
         special = self.tokenizer.special_ids

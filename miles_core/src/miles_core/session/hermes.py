@@ -9,8 +9,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
-from miles_core.types import ToolCall
+from miles_core.types import Message, Tool, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _SPACE = re.compile(r"[ \t\r\n]*")
@@ -45,6 +46,38 @@ def spell_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
     """The inverse: content, then one block per call, arguments verbatim."""
     blocks = [_spell(call) for call in calls]
     return "\n".join([content, *blocks] if content else blocks)
+
+
+def inline_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with tool calls written into their content, for templates that do not show them."""
+    return [
+        replace(message, content=spell_tool_calls(message.content, message.tool_calls), tool_calls=())
+        for message in messages
+    ]
+
+
+def inline_tools(messages: Sequence[Message], tools: Sequence[Tool], *, system: str = "") -> list[Message]:
+    """The messages with the tools described in the system message, for templates that do not show them.
+
+    Args:
+        system: Content of the system message where the conversation has none.
+    """
+    found = list(messages)
+    if not found or found[0].role != "system":
+        found.insert(0, Message(role="system", content=system))
+    head = found[0].content
+    found[0] = replace(found[0], content=f"{head}\n\n{_describe(tools)}" if head else _describe(tools))
+    return found
+
+
+def _describe(tools: Sequence[Tool]) -> str:
+    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
+    return (
+        "You can call functions. Each line between the tags describes one as JSON:\n"
+        f"<tools>\n{listed}\n</tools>\n"
+        "To call a function, write its name and arguments as JSON between tags, one block per call:\n"
+        '<tool_call>\n{"name": "<function name>", "arguments": {"<argument>": "<value>"}}\n</tool_call>'
+    )
 
 
 def _spell(call: ToolCall) -> str:

@@ -25,12 +25,11 @@ from miles_core.kinds.engine import Engine, GenerateRequest
 from miles_core.kinds.environment import Completion
 from miles_core.kinds.matcher import Matcher
 from miles_core.kinds.tito_family import TitoFamily
-from miles_core.session.assembly import assemble
 from miles_core.session.generation import Output, generate
 from miles_core.session.matching import difference, match_prefix
 from miles_core.session.row import Tail, TokenRow
 from miles_core.session.seeds import turn_seed
-from miles_core.types import Boundary, Failure, FinishReason, Message, SamplingParams, Status, Tool, Trajectory
+from miles_core.types import Boundary, Failure, FinishReason, Message, SamplingParams, Tool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,10 +223,6 @@ class LinearSession:
         self.cached_tokens += output.cached_tokens
         self.failure = self.overflow = None
         return Completion(message=message, finish_reason=reason, num_tokens=at)
-
-    def trajectory(self, *, prompt_id: str, status: Status | None = None) -> Trajectory:
-        """The row recorded so far, unscored; without a turn it has no tokens. See `assembly.assemble`."""
-        return assemble(self, prompt_id=prompt_id, status=status)
 
     def close(self) -> None:
         """Give the engine's slot back. The row stays readable; no further turn is accepted. Idempotent."""

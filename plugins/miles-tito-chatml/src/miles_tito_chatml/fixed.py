@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
-from miles_core.session.hermes import spell_tool_calls
+from miles_core.session.hermes import inline_calls, inline_tools
 from miles_core.types import Message, Tool
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -14,30 +13,12 @@ OPENER = f"{START}assistant\n"
 
 def turns(messages: Sequence[Message]) -> str:
     """Every message as one closed turn."""
-    return "".join(
-        f"{START}{message.role}\n{spell_tool_calls(message.content, message.tool_calls)}{END}\n" for message in messages
-    )
+    return "".join(f"{START}{message.role}\n{message.content}{END}\n" for message in inline_calls(messages))
 
 
 def conversation(messages: Sequence[Message], tools: Sequence[Tool], default_system: str | None) -> str:
     """A whole conversation; tools go into the system turn, which is written when there is none."""
     messages = list(messages)
-    if not messages or messages[0].role != "system":
-        if default_system is None and not tools:
-            return turns(messages)
-        messages.insert(0, Message(role="system", content=default_system or ""))
-    if tools:
-        head = messages[0].content
-        content = f"{head}\n\n{_tools(tools)}" if head else _tools(tools)
-        messages[0] = Message(role="system", content=content)
-    return turns(messages)
-
-
-def _tools(tools: Sequence[Tool]) -> str:
-    listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in tools)
-    return (
-        "You can call functions. Each line between the tags describes one as JSON:\n"
-        f"<tools>\n{listed}\n</tools>\n"
-        "To call a function, write its name and arguments as JSON between tags, one block per call:\n"
-        '<tool_call>\n{"name": "<function name>", "arguments": {"<argument>": "<value>"}}\n</tool_call>'
-    )
+    if default_system is not None and messages[:1] and messages[0].role != "system":
+        messages.insert(0, Message(role="system", content=default_system))
+    return turns(inline_tools(messages, tools) if tools else messages)

@@ -1,0 +1,238 @@
+"""Token families that are wrong in one way each; what they share is sound."""
+
+import dataclasses
+import json
+
+from miles_core.errors import SessionError
+from miles_core.session.hermes import inline_calls, inline_tools, parse_tool_calls
+from miles_core.testing.tito_family import TitoFamilyConformance
+from miles_core.types import Message, ToolCall
+
+
+class Sound:
+    """ChatML, written plainly."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.end = tokenizer.token_id("<|im_end|>")
+        self.newline = tokenizer.encode("\n")
+        self.stop_token_ids = frozenset({self.end})
+
+    @classmethod
+    def claims(cls, tokenizer):
+        return True
+
+    def text(self, messages):
+        turns = (f"<|im_start|>{each.role}\n{each.content}<|im_end|>\n" for each in inline_calls(messages))
+        return "".join(turns) + "<|im_start|>assistant\n"
+
+    def render(self, messages, tools=()):
+        return self.tokenizer.encode(self.text(inline_tools(messages, tools) if tools else messages))
+
+    def append(self, stored, appended, tools=()):
+        return self.tokenizer.encode(self.text(appended))
+
+    def merge(self, prefix, suffix):
+        row = list(prefix)
+        if row[-1:] != [self.end]:
+            raise SessionError("cut off")
+        return row + self.newline + list(suffix)
+
+    def parse(self, output_ids):
+        ids = list(output_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        content, calls = parse_tool_calls(self.tokenizer.decode(ids))
+        return Message(role="assistant", content=content, tool_calls=calls)
+
+
+class Faulty(TitoFamilyConformance):
+    def make(self, tokenizer):
+        return self.family(tokenizer)
+
+    def spell_call(self, name, arguments):
+        return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+TURN_BY_TURN = "test_a_row_built_turn_by_turn_is_the_row_rendered_at_once"
+
+
+class TestTokenizesThePrefixAgain(Faulty):
+    class family(Sound):
+        def merge(self, prefix, suffix):
+            return super().merge(self.tokenizer.encode(self.tokenizer.decode(prefix)), suffix)
+
+    caught_by = {
+        "test_sampled_tokens_are_never_encoded_again": "the sampled prefix after merge differs",
+        "test_only_appended_messages_are_encoded": "after a long history",
+    }
+
+
+class TestForgetsTheSeparator(Faulty):
+    class family(Sound):
+        def merge(self, prefix, suffix):
+            super().merge(prefix, suffix)
+            return [*prefix, *suffix]
+
+    caught_by = {TURN_BY_TURN: "differs from token"}
+
+
+class TestDuplicatesTheSeparator(Faulty):
+    class family(Sound):
+        def append(self, stored, appended, tools=()):
+            return self.newline + super().append(stored, appended, tools)
+
+    caught_by = {TURN_BY_TURN: "differs from token"}
+
+
+class TestForgetsTheOpener(Faulty):
+    class family(Sound):
+        def append(self, stored, appended, tools=()):
+            text = self.text(appended).removesuffix("<|im_start|>assistant\n")
+            return self.tokenizer.encode(text)
+
+    caught_by = {TURN_BY_TURN: "differs from token"}
+
+
+class TestClosesACutTurn(Faulty):
+    class family(Sound):
+        def merge(self, prefix, suffix):
+            row = list(prefix)
+            return super().merge(row if row[-1:] == [self.end] else [*row, self.end], suffix)
+
+    caught_by = {"test_a_turn_without_its_end_is_not_closed_silently": "went on after a turn that was cut off"}
+
+
+class TestEncodesTheHistoryToFindTheSuffix(Faulty):
+    class family(Sound):
+        def append(self, stored, appended, tools=()):
+            before = self.text(stored).removesuffix("<|im_start|>assistant\n")
+            row, whole = self.tokenizer.encode(before), self.tokenizer.encode(self.text([*stored, *appended]))
+            return whole[len(row) :]
+
+    caught_by = {"test_only_appended_messages_are_encoded": "after a long history"}
+
+
+class TestAddsADefaultSystemPromptEveryTime(Faulty):
+    class family(Sound):
+        def text(self, messages):
+            if messages[0].role != "system":
+                messages = [Message(role="system", content="Be kind."), *messages]
+            return super().text(messages)
+
+    caught_by = {TURN_BY_TURN: "differs from token"}
+
+
+class TestDropsTools(Faulty):
+    class family(Sound):
+        def render(self, messages, tools=()):
+            return super().render(messages)
+
+    caught_by = {"test_tools_do_not_vanish": "does not show them"}
+
+
+class TestStripsText(Faulty):
+    class family(Sound):
+        def parse(self, output_ids):
+            found = super().parse(output_ids)
+            return dataclasses.replace(found, content=found.content.strip())
+
+    caught_by = {"test_plain_text_comes_back": "came back as"}
+
+
+class TestKeepsTheStopTokenInTheText(Faulty):
+    class family(Sound):
+        def parse(self, output_ids):
+            content, calls = parse_tool_calls(self.tokenizer.decode(output_ids))
+            return Message(role="assistant", content=content, tool_calls=calls)
+
+    caught_by = {
+        "test_plain_text_comes_back": "came back as",
+        "test_broken_tool_calls_stay_in_the_content": "was read as",
+    }
+
+
+class TestRespellsArguments(Faulty):
+    class family(Sound):
+        def parse(self, output_ids):
+            found = super().parse(output_ids)
+            calls = tuple(
+                ToolCall(id=call.id, name=call.name, arguments=json.dumps(json.loads(call.arguments)))
+                for call in found.tool_calls
+            )
+            return dataclasses.replace(found, tool_calls=calls)
+
+    caught_by = {"test_tool_calls_are_read_to_the_character": "was read as"}
+
+
+class TestRaisesOnBrokenCalls(Faulty):
+    class family(Sound):
+        def parse(self, output_ids):
+            found = super().parse(output_ids)
+            _, opened, rest = found.content.partition("<tool_call>")
+            if opened:
+                json.loads(rest.partition("</tool_call>")[0])
+            return found
+
+    # Noise may spell an opening tag too, so parsing at large fails with it.
+    caught_by = {
+        "test_broken_tool_calls_stay_in_the_content": "JSONDecodeError",
+        "test_parsing_never_raises": "JSONDecodeError",
+    }
+
+
+class TestKeepsState(Faulty):
+    class family(Sound):
+        def render(self, messages, tools=()):
+            self.newline = self.newline if messages[-1].role != "user" or len(messages) < 4 else [*self.newline] * 2
+            return super().render(messages, tools)
+
+    caught_by = {
+        "test_a_row_depends_on_its_arguments_alone": "another row the second time",
+    }
+
+
+class TestChangesThePrefix(Faulty):
+    class family(Sound):
+        def merge(self, prefix, suffix):
+            merged = super().merge(prefix, suffix)
+            prefix[:] = merged
+            return merged
+
+    caught_by = {"test_a_row_depends_on_its_arguments_alone": "SessionError"}
+
+
+class TestHasNoStopToken(Faulty):
+    class family(Sound):
+        def __init__(self, tokenizer):
+            super().__init__(tokenizer)
+            self.stop_token_ids = frozenset({tokenizer.vocab_size + 7})
+
+        def parse(self, output_ids):
+            ids = [index for index in output_ids if index != self.end]
+            return super().parse(ids)
+
+    caught_by = {
+        "test_stop_tokens_are_tokens": "without a token",
+        **dict.fromkeys(
+            (
+                TURN_BY_TURN,
+                "test_sampled_tokens_are_never_encoded_again",
+                "test_only_appended_messages_are_encoded",
+                "test_a_row_depends_on_its_arguments_alone",
+                "test_plain_text_comes_back",
+                "test_tool_calls_are_read_to_the_character",
+                "test_broken_tool_calls_stay_in_the_content",
+            ),
+            "no stop token occurs in a rendered conversation",
+        ),
+    }
+
+
+class TestClaimsWithTheTokenItself(Faulty):
+    class family(Sound):
+        @classmethod
+        def claims(cls, tokenizer):
+            return tokenizer.token_id("<|im_end|>")
+
+    caught_by = {"test_a_claim_is_a_bool": "a int"}
