@@ -187,7 +187,10 @@ class LocalEngine:
                 if self._life is not Life.SERVING or not self._scheduler.busy:
                     self._wake.clear()
                     continue
-                await self._step()
+                try:
+                    await self._step()
+                except Exception as error:  # noqa: BLE001 -- named boundary: what breaks a step ends its requests alone
+                    self._crash(error)
 
     async def _settle(self) -> None:
         """Let consumers and submitters run until nobody has anything new, so that a step's batch is no race."""
@@ -203,11 +206,7 @@ class LocalEngine:
         plan = self._scheduler.plan()
         if plan is None:
             return
-        try:
-            sampled = await self._in_thread(model.step, plan)
-        except Exception as error:  # noqa: BLE001 -- named boundary: what breaks a step ends its requests alone
-            self._crash(error)
-            return
+        sampled = await self._in_thread(model.step, plan)
         self._busy_s += time.perf_counter() - began
         self._counts["steps"] += 1
         self._counts["tokens_prefilled"] += sum(part.count for part in plan.prefill)

@@ -219,18 +219,13 @@ class Scheduler:
 
     def _compact(self) -> None:
         """Close gaps with rows from the end, so that decoding rows are neighbours."""
-        self._trim()
         while None in self.slots:
-            hole, source = self.slots.index(None), len(self.slots) - 1
             row = self.slots.pop()
-            assert row is not None
-            self.moves.append(CopySlot(source, hole, row.stored))
+            if row is None:
+                continue
+            hole = self.slots.index(None)
+            self.moves.append(CopySlot(len(self.slots), hole, row.stored))
             row.slot, self.slots[hole] = hole, row
-            self._trim()
-
-    def _trim(self) -> None:
-        while self.slots and self.slots[-1] is None:
-            self.slots.pop()
 
     # --- the next step ------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ class Stream:
         self._finish: FinishReason | None = None
         self._error: EngineError | None = None
         self._cached = 0
+        self._version = -1
         self._ready = asyncio.Event()
 
     @property
@@ -52,7 +53,7 @@ class Stream:
         await self._ready.wait()
         if self._error is not None:
             raise self._error
-        version = self._tokens[0].weight_version
+        version = self._version = self._tokens[0].weight_version if self._tokens else self._version
         count = next((i for i, t in enumerate(self._tokens) if t.weight_version != version), len(self._tokens))
         taken, self._tokens = self._tokens[:count], self._tokens[count:]
         last = not self._tokens and self._finish is not None

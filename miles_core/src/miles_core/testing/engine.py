@@ -1,0 +1,574 @@
+"""Conformance kit for engines: tokens, log-probs and versions are what an independent full forward says they must be.
+
+    class TestMine(EngineConformance):
+        provides = frozenset({"version-spans", "verifies-weights", "streams"})
+        def make(self, context: EngineContext) -> Engine: return MyEngine(MyOptions(), context)
+
+The kit makes two tiny random models of one architecture, serves the first, publishes the second, and compares with
+transformers in float32. Which weights made a token is told by its greedy choice, so that a fault in log-probs and a
+fault in weights fail different tests. Tags of `provides` switch on what only some engines do. Engines live in this
+process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from miles_core.errors import EngineError
+from miles_core.kinds.engine import Chunk, Engine, EngineContext, GenerateRequest
+from miles_core.testing.tiny import make_tiny_model
+from miles_core.types import FinishReason, NamedTensor, SamplingParams, WeightBucket
+from miles_core.weights.digests import digest_tensor
+
+T = TypeVar("T")
+
+CONTEXT = 96
+"""Tokens of context of the kit's models."""
+
+
+# --- the two models and what they say -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Models:
+    """Folders of two models that differ in weights alone."""
+
+    served: Path
+    published: Path
+
+
+@functools.cache
+def make_models(folder: Path) -> Models:
+    """Made once for all tests that share a temporary folder."""
+    first, second = (make_tiny_model(folder / f"engine-{seed}", seed=seed, context=CONTEXT) for seed in (0, 1))
+    return Models(first, second)
+
+
+@functools.cache
+def _reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def full_logprobs(folder: Path, token_ids: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """f32[T, V]: row i holds the log-probs of what follows token i, by one forward over the whole row."""
+    with torch.no_grad():
+        logits: Tensor = _reference(folder)(torch.tensor([list(token_ids)]), use_cache=False).logits[0].float()
+    return (logits / temperature).log_softmax(-1)
+
+
+def logprobs_of(folder: Path, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0) -> Tensor:
+    """f32[len(output)] of each sampled token."""
+    rows = full_logprobs(folder, [*prompt, *output], temperature)[len(prompt) - 1 : -1]
+    return rows.gather(1, torch.tensor(output, dtype=torch.long)[:, None])[:, 0]
+
+
+def greedy(folder: Path, prompt: Sequence[int], count: int) -> list[int]:
+    """The next `count` argmax tokens."""
+    return list(_greedy(folder, tuple(prompt), count))
+
+
+@functools.cache
+def _greedy(folder: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...]:
+    row = prompt
+    for _ in range(count):
+        row = (*row, int(full_logprobs(folder, row)[-1].argmax()))
+    return row[len(prompt) :]
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    """Tensors of a folder by the names `save_pretrained` gave them."""
+    from safetensors.torch import load_file
+
+    return dict(load_file(folder / "model.safetensors"))
+
+
+def buckets_of(version: int, tensors: Sequence[NamedTensor], size: int = 4) -> list[WeightBucket]:
+    """Cut tensors into buckets of `size`, the last marked so."""
+    parts = [tuple(tensors[i : i + size]) for i in range(0, len(tensors), size)]
+    return [
+        WeightBucket(version=version, index=i, last=i == len(parts) - 1, tensors=part) for i, part in enumerate(parts)
+    ]
+
+
+class Feed:
+    """Receiver double: yields the buckets it was given."""
+
+    def __init__(self) -> None:
+        self.buckets: list[WeightBucket] = []
+
+    def receive(self, version: int) -> Iterator[WeightBucket]:
+        yield from self.buckets
+
+    def close(self) -> None: ...
+
+
+# --- asking an engine -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    token_ids: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    """Of each token."""
+    finish_reason: FinishReason
+    chunks: int
+    cached_tokens: int
+
+
+def ask(prompt: Sequence[int], *, name: str = "request", session: str | None = None, **params: Any) -> GenerateRequest:
+    return GenerateRequest(
+        request_id=name,
+        session_id=session or name,
+        token_ids=tuple(prompt),
+        params=SamplingParams(**params),
+    )
+
+
+async def collect(chunks: AsyncIterator[Chunk], before: Sequence[Chunk] = ()) -> Answer:
+    """All chunks of a request as one answer; checks their form on the way."""
+    taken = list(before)
+    async for chunk in chunks:
+        assert not taken or taken[-1].finish_reason is None, "a chunk came after the one with the finish reason"
+        assert len(chunk.token_ids) == len(chunk.logprobs), "a chunk has another number of tokens than of log-probs"
+        assert chunk.token_ids or chunk.finish_reason, "a chunk carries neither tokens nor a finish reason"
+        taken.append(chunk)
+    assert taken, "the request ended without a chunk"
+    assert taken[-1].finish_reason is not None, "the last chunk carries no finish reason"
+    return Answer(
+        [token for chunk in taken for token in chunk.token_ids],
+        [logprob for chunk in taken for logprob in chunk.logprobs],
+        [chunk.weight_version for chunk in taken for _ in chunk.token_ids],
+        taken[-1].finish_reason,
+        len(taken),
+        taken[-1].cached_tokens,
+    )
+
+
+async def answers(engine: Engine, requests: Sequence[GenerateRequest]) -> list[Answer]:
+    """Ask for all at once."""
+    return list(await asyncio.gather(*(collect(engine.generate(request)) for request in requests)))
+
+
+async def publish(engine: Engine, feed: Feed, folder: Path, version: int) -> None:
+    """Pause, stage, activate, resume: one publish of a folder's weights."""
+    tensors = [NamedTensor(name=name, tensor=tensor) for name, tensor in weights_of(folder).items()]
+    feed.buckets = buckets_of(version, tensors)
+    await engine.pause()
+    await engine.receive(version)
+    await engine.activate(version)
+    await engine.resume()
+
+
+PROMPTS = ([1, 20, 30, 40], [1, 77], [*range(50, 80)], [1, 20, 30, 40], [9], [*range(50, 75), 5, 6])
+"""Of different lengths, two equal, two with a long common prefix."""
+
+
+class EngineConformance:
+    """Subclass it and say how to make the engine, not yet started."""
+
+    provides: ClassVar[frozenset[str]] = frozenset()
+    """The tags its capability declares."""
+    tolerance: ClassVar[float] = 1e-4
+    """Greatest difference to the full forward's log-prob, in nats."""
+    deadline_s: ClassVar[float] = 60.0
+    """A test that takes longer hangs."""
+
+    def make(self, context: EngineContext) -> Engine:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Models:
+        return make_models(tmp_path_factory.getbasetemp())
+
+    @asynccontextmanager
+    async def serving(self, folder: Path, **context: Any) -> AsyncIterator[tuple[Engine, Feed]]:
+        """A started engine connected to a feed of weights."""
+        defaults: dict[str, Any] = {"context_length": None, "device": "cpu", "seed": 0}
+        engine = self.make(EngineContext(model_path=str(folder), **{**defaults, **context}))
+        await engine.start()
+        feed = Feed()
+        await engine.open_receiver(lambda: feed)
+        try:
+            yield engine, feed
+        finally:
+            await engine.close()
+
+    def run(self, test: Callable[[], Awaitable[T]]) -> T:
+        async def limited() -> T:
+            async with asyncio.timeout(self.deadline_s):
+                return await test()
+
+        return asyncio.run(limited())
+
+    def require(self, tag: str) -> None:
+        if tag not in self.provides:
+            pytest.skip(f"the engine does not declare {tag}")
+
+    # --- sampling -----------------------------------------------------------------------------------------------------
+
+    def test_logprobs_are_those_of_a_full_forward(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                requests = [
+                    ask(prompt, name=str(i), max_tokens=4 + 3 * i, temperature=t, seed=i)
+                    for i, (prompt, t) in enumerate(zip(PROMPTS, (1.0, 0.7, 1.0, 1.3, 0.0, 1.0), strict=True))
+                ]
+                for request, answer in zip(requests, await answers(engine, requests), strict=True):
+                    # Temperature 0 means the argmax, with the log-prob of temperature 1.
+                    temperature = request.params.temperature or 1.0
+                    expected = logprobs_of(models.served, request.token_ids, answer.token_ids, temperature)
+                    worst = (expected - torch.tensor(answer.logprobs)).abs().max().item()
+                    assert worst <= self.tolerance, (
+                        f"log-probs are off by {worst:.2g} nats at temperature {request.params.temperature}, "
+                        f"prompt of {len(request.token_ids)} tokens"
+                    )
+                    assert len(answer.token_ids) == request.params.max_tokens
+                    assert answer.finish_reason is FinishReason.LENGTH
+
+        self.run(test)
+
+    def test_filters_restrict_what_is_sampled_and_never_renormalise(self, models: Models) -> None:
+        async def test() -> None:
+            filters: list[dict[str, Any]] = [{"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}]
+            async with self.serving(models.served) as (engine, _):
+                for limits in filters:
+                    requests = [ask(p, name=str(i), max_tokens=8, seed=i, **limits) for i, p in enumerate(PROMPTS)]
+                    for request, answer in zip(requests, await answers(engine, requests), strict=True):
+                        self._check_filtered(models.served, request, answer)
+
+        self.run(test)
+
+    def _check_filtered(self, folder: Path, request: GenerateRequest, answer: Answer) -> None:
+        prompt, params = request.token_ids, request.params
+        rows = full_logprobs(folder, [*prompt, *answer.token_ids])[len(prompt) - 1 : -1]
+        for row, token, logprob in zip(rows, answer.token_ids, answer.logprobs, strict=True):
+            assert abs(float(row[token]) - logprob) <= self.tolerance, (
+                f"log-prob {logprob:.4f} is not the full vocabulary's {float(row[token]):.4f} ({params})"
+            )
+            probs, own = row.exp(), float(row[token].exp())
+            better = probs[probs > own * 1.001]  # ties and rounding give the benefit of the doubt
+            assert params.top_k == 0 or len(better) < params.top_k, f"token {token} is outside the top {params.top_k}"
+            assert float(better.sum()) < params.top_p + 1e-3, f"token {token} is outside top-p {params.top_p}"
+            assert own >= params.min_p * float(probs.max()) * 0.999, f"token {token} is below min-p {params.min_p}"
+
+    def test_temperature_zero_takes_the_argmax(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                requests = [ask(p, name=str(i), max_tokens=6, temperature=0.0) for i, p in enumerate(PROMPTS)]
+                for request, answer in zip(requests, await answers(engine, requests), strict=True):
+                    assert answer.token_ids == greedy(models.served, request.token_ids, 6)
+
+        self.run(test)
+
+    def test_a_seed_decides_the_tokens_whatever_else_runs(self, models: Models) -> None:
+        async def test() -> None:
+            asked = ask(PROMPTS[0], max_tokens=12, seed=5)
+            others = [ask(p, name=str(i), max_tokens=3 + i, seed=99 + i) for i, p in enumerate(PROMPTS)]
+            async with self.serving(models.served) as (engine, _):
+                (alone,) = await answers(engine, [asked])
+                *_, among = await answers(engine, [*others, asked])
+            async with self.serving(models.served, seed=1, index=3) as (engine, _):
+                elsewhere, other_seed = await answers(engine, [asked, ask(PROMPTS[0], name="b", max_tokens=12, seed=6)])
+            assert among.token_ids == alone.token_ids, "the rest of the batch changed what a seed samples"
+            assert elsewhere.token_ids == alone.token_ids, "another engine samples other tokens from the same seed"
+            assert other_seed.token_ids != alone.token_ids, "the seed has no effect"
+
+        self.run(test)
+
+    def test_members_of_a_group_without_a_seed_differ_and_runs_repeat(self, models: Models) -> None:
+        async def test() -> list[list[int]]:
+            async with self.serving(models.served) as (engine, _):
+                requests = [ask(PROMPTS[0], name=str(i), max_tokens=8) for i in range(4)]
+                return [answer.token_ids for answer in await answers(engine, requests)]
+
+        first, second = self.run(test), self.run(test)
+        assert len({tuple(ids) for ids in first}) == 4, "members of a group sampled the same tokens"
+        assert first == second, "two engines of equal seed gave different tokens to equal requests"
+
+    def test_stop_tokens_and_stop_strings_end_a_row_and_stay_in_it(self, models: Models) -> None:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(models.served / "tokenizer.json"))
+        path = greedy(models.served, PROMPTS[2], 10)
+        ends = path.index(path[6]) + 1
+        text = tokenizer.decode(path[3:5], skip_special_tokens=False)
+        spelled = next(n for n in range(1, 11) if text in tokenizer.decode(path[:n], skip_special_tokens=False))
+
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                token, string = await answers(
+                    engine,
+                    [
+                        ask(PROMPTS[2], name="a", temperature=0.0, max_tokens=10, stop_token_ids=(path[6],)),
+                        ask(PROMPTS[2], name="b", temperature=0.0, max_tokens=10, stop=("never said", text)),
+                    ],
+                )
+            assert token.token_ids == path[:ends], "a sampled stop token must end the row and stay in it"
+            assert token.finish_reason is FinishReason.STOP
+            assert string.token_ids == path[:spelled], f"stop string {text!r} must end the row, its tokens stay"
+            assert string.finish_reason is FinishReason.STOP
+
+        self.run(test)
+
+    def test_the_checkpoints_generation_config_changes_nothing(self, models: Models, tmp_path: Path) -> None:
+        folder = tmp_path / "model"
+        shutil.copytree(models.served, folder)
+        every_token = list(range(3, 275))
+        settings = {"do_sample": True, "temperature": 0.1, "top_k": 1, "eos_token_id": every_token}
+        (folder / "generation_config.json").write_text(json.dumps(settings))
+
+        async def sampled(model: Path) -> list[int]:
+            async with self.serving(model) as (engine, _):
+                (answer,) = await answers(engine, [ask(PROMPTS[0], max_tokens=10, seed=3)])
+                return answer.token_ids
+
+        assert self.run(lambda: sampled(folder)) == self.run(lambda: sampled(models.served))
+
+    def test_what_does_not_fit_is_refused_with_numbers(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served, context_length=32) as (engine, _):
+                for request, words in (
+                    (ask(range(3, 35)), ("32 tokens",)),
+                    (ask([1, 275, 4]), ("275", "274")),
+                    (ask([1, -1]), ("-1",)),
+                ):
+                    with _refused(f"a prompt that cannot be served was answered (must say {words})") as error:
+                        await answers(engine, [request])
+                    assert all(word in error[0] for word in words), f"the error does not say {words}: {error[0]}"
+                (answer,) = await answers(engine, [ask(range(3, 33), max_tokens=50)])
+                assert len(answer.token_ids) == 2, "the answer must end where the context does"
+                assert answer.finish_reason is FinishReason.LENGTH
+
+        self.run(test)
+
+    def test_turns_of_a_session_continue_their_row(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                row = list(PROMPTS[2])
+                for turn in range(3):
+                    asked = ask(row, name=f"turn {turn}", session="s", max_tokens=5, temperature=0.0)
+                    (answer,) = await answers(engine, [asked])
+                    assert answer.token_ids == greedy(models.served, row, 5), f"turn {turn} continues another row"
+                    assert 0 <= answer.cached_tokens < len(row), "more tokens reused than the prompt has"
+                    row += [*answer.token_ids, 2, 40 + turn]
+
+        self.run(test)
+
+    # --- aborts, pauses, the end --------------------------------------------------------------------------------------
+
+    def test_tokens_are_streamed(self, models: Models) -> None:
+        self.require("streams")
+
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                (answer,) = await answers(engine, [ask(PROMPTS[0], max_tokens=16)])
+                assert answer.chunks > 1, "all tokens came in one chunk"
+
+        self.run(test)
+
+    def test_closing_the_iterator_aborts_that_request_alone(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                abandoned: Any = engine.generate(ask(PROMPTS[1], name="abandoned", max_tokens=80))
+                other = asyncio.create_task(
+                    collect(engine.generate(ask(PROMPTS[0], name="other", max_tokens=10, temperature=0.0)))
+                )
+                await anext(abandoned)
+                await abandoned.aclose()
+                assert (await other).token_ids == greedy(models.served, PROMPTS[0], 10)
+                stats = await engine.stats()
+                assert stats["running"] + stats["waiting"] == 0, f"the aborted request goes on: {dict(stats)}"
+
+        self.run(test)
+
+    def test_a_pause_holds_requests_and_loses_none(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                requests = [ask(p, name=str(i), max_tokens=12, temperature=0.0) for i, p in enumerate(PROMPTS)]
+                streams = [engine.generate(request) for request in requests]
+                first = [await anext(stream) for stream in streams]
+                await engine.pause()
+                await engine.pause()
+                before = (await engine.stats())["tokens_sampled"]
+                late = asyncio.create_task(answers(engine, [ask(PROMPTS[1], name="late", max_tokens=2)]))
+                await asyncio.sleep(0.05)
+                assert (await engine.stats())["tokens_sampled"] == before, "tokens were sampled during the pause"
+                assert not late.done(), "a request was served during the pause"
+                await engine.resume()
+                for request, stream, chunk in zip(requests, streams, first, strict=True):
+                    answer = await collect(stream, [chunk])
+                    assert answer.finish_reason is FinishReason.LENGTH, "a request was lost in the pause"
+                    assert answer.token_ids == greedy(models.served, request.token_ids, 12)
+                await late
+
+        self.run(test)
+
+    def test_closing_the_engine_ends_requests_with_an_error(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                stream = engine.generate(ask(PROMPTS[0], max_tokens=90))
+                await anext(stream)
+                await engine.close()
+                with _refused("a request went on after close"):
+                    await collect(stream)
+                with _refused("a request was taken after close"):
+                    await answers(engine, [ask(PROMPTS[0])])
+
+        self.run(test)
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    def test_staged_weights_are_invisible_until_activated(self, models: Models) -> None:
+        async def test() -> None:
+            tensors = [NamedTensor(name=name, tensor=t) for name, t in weights_of(models.published).items()]
+            async with self.serving(models.served) as (engine, feed):
+                asked = ask(PROMPTS[2], max_tokens=6, temperature=0.0)
+                assert await engine.version() == -1
+                with _refused("a version was activated that nobody staged"):
+                    await engine.activate(0)
+                feed.buckets = buckets_of(0, tensors)
+                await engine.pause()
+                received = await engine.receive(0)
+                assert dict(received.digests) == {named.name: digest_tensor(named.tensor) for named in tensors}
+                with _refused("version 1 was activated, version 0 was staged"):
+                    await engine.activate(1)
+                await engine.resume()
+                (staged,) = await answers(engine, [asked])
+                assert await engine.version() == -1, "the version advanced before activate"
+                old = greedy(models.served, PROMPTS[2], 6)
+                assert staged.token_ids == old, "staged weights were served before activate"
+                await engine.pause()
+                await engine.activate(0)
+                await engine.resume()
+                (active,) = await answers(engine, [asked])
+                assert await engine.version() == 0
+                assert active.token_ids == greedy(models.published, PROMPTS[2], 6), "the old weights are still served"
+
+        self.run(test)
+
+    def test_a_version_that_is_not_exactly_the_weights_is_refused(self, models: Models) -> None:
+        tensors = [NamedTensor(name=name, tensor=t) for name, t in weights_of(models.published).items()]
+
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, feed):
+                for fault in SPOILT:
+                    feed.buckets, named = _spoil(tensors, fault)
+                    await engine.pause()
+                    with _refused(f"a version with fault {fault!r} was staged") as error:
+                        await engine.receive(0)
+                    assert named in error[0], f"the error for fault {fault!r} does not name {named}: {error[0]}"
+                    with _refused(f"a version with fault {fault!r} was activated"):
+                        await engine.activate(0)
+                    await engine.resume()
+                    (answer,) = await answers(engine, [ask(PROMPTS[2], max_tokens=4, temperature=0.0)])
+                    assert answer.token_ids == greedy(models.served, PROMPTS[2], 4), (
+                        f"the refused version with fault {fault!r} is served"
+                    )
+                await publish(engine, feed, models.published, 0)
+                assert await engine.version() == 0, "a good version is refused after a bad one"
+
+        self.run(test)
+
+    def test_requests_in_flight_go_on_under_the_new_weights(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, feed):
+                requests = [ask(p, name=str(i), max_tokens=14, temperature=0.0) for i, p in enumerate(PROMPTS)]
+                first: Any = engine.generate(requests[0])
+                rest = asyncio.create_task(answers(engine, requests[1:]))
+                chunk = await anext(first)
+                await publish(engine, feed, models.published, 3)
+                found = [await collect(first, [chunk]), *await rest]
+            for request, answer in zip(requests, found, strict=True):
+                old = answer.versions.count(-1)
+                assert answer.versions == [-1] * old + [3] * (14 - old), f"versions {answer.versions}"
+                assert answer.token_ids[:old] == greedy(models.served, request.token_ids, old)
+                row = [*request.token_ids, *answer.token_ids[:old]]
+                assert answer.token_ids[old:] == greedy(models.published, row, 14 - old), (
+                    "tokens after the update are not those of the new weights over the whole row"
+                )
+            assert 0 < found[0].versions.count(-1) < 14, "no request was in flight during the update"
+
+        self.run(test)
+
+    def test_no_prefix_outlives_its_weights(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, feed):
+                asked = ask(PROMPTS[2], session="s", max_tokens=6, temperature=0.0)
+                await answers(engine, [asked])
+                await answers(engine, [asked])
+                await publish(engine, feed, models.published, 0)
+                (answer,) = await answers(engine, [asked])
+                assert answer.cached_tokens == 0, "a prefix of the old weights was reused"
+                assert answer.token_ids == greedy(models.published, PROMPTS[2], 6), (
+                    "the new weights continued a prefix of the old ones"
+                )
+
+        self.run(test)
+
+    def test_noise_reaches_every_tensor_and_a_publish_replaces_all_of_it(self, models: Models) -> None:
+        self.require("verifies-weights")
+        expected = [
+            {name: digest_tensor(tensor) for name, tensor in weights_of(folder).items()}
+            for folder in (models.served, models.published)
+        ]
+
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, feed):
+                assert dict(await engine.digests()) == expected[0], "digests are not those of the loaded checkpoint"
+                await engine.scramble(7)
+                noise = await engine.digests()
+                kept = [name for name in expected[0] if noise.get(name) == expected[0][name]]
+                assert not kept, f"scramble left {', '.join(kept)} alone"
+                await publish(engine, feed, models.published, 0)
+                assert dict(await engine.digests()) == expected[1], "the publish did not replace every tensor"
+
+        self.run(test)
+
+
+SPOILT = ("missing", "unknown", "twice", "shape", "dtype", "no last bucket", "version")
+
+
+@contextmanager
+def _refused(otherwise: str) -> Iterator[list[str]]:
+    """The block must raise an EngineError; its text is appended to what this yields."""
+    said: list[str] = []
+    try:
+        yield said
+    except EngineError as error:
+        said.append(str(error))
+    else:
+        pytest.fail(otherwise)
+
+
+def _spoil(tensors: list[NamedTensor], fault: str) -> tuple[list[WeightBucket], str]:
+    """Buckets of version 0 with one fault, and the word its error must hold."""
+    victim = tensors[5]
+    rest = tensors[:5] + tensors[6:]
+    stranger = NamedTensor(name="model.layers.99.weight", tensor=victim.tensor)
+    spoilt = {
+        "missing": rest,
+        "unknown": [*tensors, stranger],
+        "twice": [*tensors, victim],
+        "shape": [*rest, NamedTensor(name=victim.name, tensor=torch.zeros(3))],
+        "dtype": [*rest, NamedTensor(name=victim.name, tensor=victim.tensor.double())],
+    }.get(fault, tensors)
+    buckets = buckets_of(1 if fault == "version" else 0, spoilt)
+    if fault == "no last bucket":
+        buckets[-1] = replace(buckets[-1], last=False)
+    named = {"unknown": stranger.name, "no last bucket": "last", "version": "version"}
+    return buckets, named.get(fault, victim.name)
