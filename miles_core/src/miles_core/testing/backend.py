@@ -145,7 +145,7 @@ class BackendConformance:
         steps += [backend.train_step(batch).values for _ in range(3)]
         backend.close()
         norm = torch.stack([g.double().square().sum() for g in found.values()]).sum().sqrt()
-        assert float(norm) == pytest.approx(1e-3, rel=1e-2)
+        assert float(norm) == pytest.approx(1e-3, rel=1e-2), "the gradient was not clipped to the global norm"
         assert steps[0]["grad_norm"] > 1e-2, "grad_norm is the norm before clipping"
         assert [step["lr"] for step in steps] == pytest.approx([0.25, 0.5, 0.5, 0.25])
 
@@ -176,7 +176,7 @@ class BackendConformance:
         with pytest.raises(RunError) as raised:
             stopping.train_step(bad)
         _has_four_parts(raised.value)
-        assert _equal(before, weights(stopping))
+        assert _equal(before, weights(stopping)), "a stopped step changed the weights"
         stopping.close()
 
     # --- export -------------------------------------------------------------------------------------------------------
@@ -219,15 +219,19 @@ class BackendConformance:
     def test_save_hf_writes_a_folder_with_equal_weights_and_tokenizer(
         self, model_path: Path, batch: TrainBatch, tmp_path: Path
     ) -> None:
+        from safetensors.torch import load_file
         from transformers import AutoTokenizer
 
         backend = self.make(self.context(model_path), micro_batch_tokens=ALL)
         backend.train_step(batch)
         backend.save_hf(tmp_path / "hf")
-        own = backend.log_probs(batch)
+        current = weights(backend)
         backend.close()
-        reread = expected_update(tmp_path / "hf", batch, _loss()).logprobs
-        assert np.abs(own - reread).max() < 1e-3
+        names = load_file(model_path / "model.safetensors").keys()
+        saved = load_file(tmp_path / "hf" / "model.safetensors")
+        assert not (names - saved.keys()), f"not saved: {sorted(names - saved.keys())}"
+        assert _equal(saved, current), "the folder holds other weights than the export"
+        expected_update(tmp_path / "hf", batch, _loss())  # transformers loads it
         chat = [{"role": "user", "content": "1 + 1"}]
         texts = [
             AutoTokenizer.from_pretrained(path).apply_chat_template(chat, tokenize=False)
@@ -252,7 +256,8 @@ class BackendConformance:
 
         resumed = self.make(context, micro_batch_tokens=FEW)
         resumed.load(tmp_path / "state")
-        assert [resumed.train_step(batch).values for batch in batches[2:]] == expected
+        found = [resumed.train_step(batch).values for batch in batches[2:]]
+        assert found == expected, "steps differ after a resume"
         assert _equal(final, weights(resumed)), "weights differ after a resume"
         resumed.close()
 
@@ -299,9 +304,10 @@ class BackendConformance:
             pytest.skip("does not declare reference-model")
         backend = self.make(self.context(model_path, reference=True), micro_batch_tokens=FEW)
         initial = backend.log_probs(batch)
-        assert np.array_equal(backend.log_probs(batch, model="reference"), initial)
+        reference = backend.log_probs(batch, model="reference")
+        assert np.array_equal(reference, initial), "the reference differs from the initial policy"
         backend.train_step(batch)
-        assert np.array_equal(backend.log_probs(batch, model="reference"), initial)
+        assert np.array_equal(backend.log_probs(batch, model="reference"), initial), "the reference moved"
         assert not np.allclose(backend.log_probs(batch), initial)
         backend.close()
 
@@ -330,8 +336,8 @@ class BackendConformance:
 
 
 def weights(backend: Backend) -> dict[str, Tensor]:
-    """Everything the backend exports, by name, on the CPU."""
-    return {t.name: t.tensor.cpu() for bucket in backend.export(0) for t in bucket.tensors}
+    """Copies of everything the backend exports, by name, on the CPU."""
+    return {t.name: t.tensor.cpu().clone() for bucket in backend.export(0) for t in bucket.tensors}
 
 
 def _optimizer(**changes: Any) -> OptimizerSettings:

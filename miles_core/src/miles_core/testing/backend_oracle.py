@@ -57,8 +57,8 @@ def example_batch(
     return TrainBatch(
         lengths=sizes,
         group_ids=np.arange(sizes.shape[0], dtype=np.int64) // 2,
-        rewards=rng.random(sizes.shape[0]).astype(np.float32),
-        temperatures=np.array(
+        rewards=rng.random(sizes.shape).astype(np.float32),
+        temperatures=np.asarray(
             temperatures if temperatures is not None else rng.choice([0.7, 1.0, 1.4], sizes.shape[0]), dtype=np.float32
         ),
         token_ids=rng.integers(3, vocab, total).astype(np.int32),
@@ -95,7 +95,8 @@ def expected_update(model_path: Path, batch: TrainBatch, settings: LossSettings)
     """Loss and gradient of `batch` under `surrogate` with the options in `settings`."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="eager")
+    # "eager" attention takes its softmax in float32.
+    model = AutoModelForCausalLM.from_pretrained(model_path, dtype=torch.float64, attn_implementation="sdpa")
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
     model.eval()
