@@ -247,6 +247,7 @@ class FsdpBackend:
         if self._device.type != "cuda":
             return
         self._weights.zero_grad()
+        self._weights.refresh()  # nothing gathered may stay behind
         modules = [self._policy] + ([self._reference] if self._reference is not None else [])
         tensors = [t for m in modules for t in (*m.parameters(), *m.buffers())]
         self._offloader.offload([*tensors, *self._weights.masters.values(), *self._optimizer.tensors()])

@@ -44,7 +44,9 @@ def save(directory: Path, tensors: Mapping[str, Tensor], *, updates: int) -> Non
     distributed = dist.is_initialized()
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / MANIFEST).unlink(missing_ok=True)
+        # Any rank may do it: DCP writes only after all ranks have met.
+        for old in (directory / MANIFEST, directory / ".metadata", *directory.glob("*.distcp")):
+            old.unlink(missing_ok=True)
         with _one_process_is_meant():
             dcp_save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=not distributed)
         if not distributed or dist.get_rank() == 0:

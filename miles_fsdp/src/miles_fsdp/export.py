@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from miles_core.errors import PluginError
+from miles_core.errors import CheckpointError, PluginError
 from miles_core.types import WeightBucket
 from miles_core.weights.buckets import fill_buckets, plan_buckets
 
@@ -136,11 +136,15 @@ def write_folder(
         buckets: From `Exporter.buckets`; consumed on every rank.
         model_path: Folder the model came from; its config and tokenizer files are copied.
         writes: Whether this rank writes. The others only take part in gathering.
+
+    Raises:
+        CheckpointError: a tensor did not come.
     """
     sizes = {name: exported.num_bytes for name, exported in exporter.tensors.items()}
     files = plan_buckets(sizes, SHARD_BYTES)
     where = {name: index for index, names in enumerate(files) for name in names}
     waiting: dict[int, dict[str, Tensor]] = {index: {} for index in range(len(files))}
+    written: set[str] = set()
     if writes:
         directory.mkdir(parents=True, exist_ok=True)
     for bucket in buckets:
@@ -148,11 +152,21 @@ def write_folder(
             continue
         for named in bucket.tensors:
             index = where[named.name]
+            written.add(named.name)
             waiting[index][named.name] = named.tensor.cpu()
             if len(waiting[index]) == len(files[index]):
                 save_file(waiting.pop(index), directory / _file_name(index, len(files)), metadata={"format": "pt"})
     if not writes:
         return
+    lost = sorted(set(where) - written)
+    if lost:
+        raise CheckpointError(
+            "the export is incomplete",
+            expected=f"all {len(where)} tensors of the checkpoint",
+            found=f"{len(lost)} missing: {', '.join(lost[:3])}",
+            where=str(directory),
+            do="report the backend; the folder is not usable",
+        )
     if len(files) > 1:
         listing = {
             "metadata": {"total_size": sum(sizes.values())},

@@ -80,7 +80,7 @@ class ShardedWeights:
             fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=True)
         _move(model, device, master_dtype if train else param_dtype)
         # A frozen model has no backward that would free the root's full parameters.
-        fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not train)
+        self._root = fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=not train)
         model.requires_grad_(train)
         self._model = model
         self.masters: Mapping[str, Tensor] = dict(model.named_parameters())
@@ -89,7 +89,8 @@ class ShardedWeights:
         self._model.zero_grad(set_to_none=True)
 
     def refresh(self) -> None:
-        return None
+        # A forward without backward leaves the root gathered, and the next one would compute with that copy.
+        self._root.reshard()
 
 
 class PlainWeights:

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import transformers
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_outputs import MoeModelOutputWithPast
@@ -63,7 +64,7 @@ def load_model(path: str, attn_implementation: str, param_dtype: torch.dtype) ->
         module, info = transformers.AutoModelForCausalLM.from_pretrained(
             path, config=config, dtype="auto", local_files_only=True, output_loading_info=True
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             "the model cannot be loaded",
             expected="a Hugging Face folder with config.json and complete safetensors",
@@ -135,11 +136,12 @@ def _read_config(path: str) -> Any:
 def _choose_attention(module: Any, wanted: str) -> str:
     config = module.config.get_text_config()
     layer_types = set(getattr(config, "layer_types", None) or ())
+    soft_capped = getattr(config, "attn_logit_softcapping", None) is not None
     fits = (
         getattr(module, "_supports_attention_backend", False)
         and layer_types <= _PLAIN_LAYERS
         and getattr(config, "attention_chunk_size", None) is None
-        and getattr(config, "attn_logit_softcapping", None) is None
+        and not soft_capped
     )
     if wanted == "packed" and not fits:
         raise ConfigError(
@@ -150,7 +152,9 @@ def _choose_attention(module: Any, wanted: str) -> str:
             do="set backend.attn_implementation: auto",
         )
     if wanted == "auto":
-        return ATTENTION if fits else ("sdpa" if getattr(module, "_supports_sdpa", False) else "eager")
+        if fits:
+            return ATTENTION
+        return "sdpa" if getattr(module, "_supports_sdpa", False) and not soft_capped else "eager"
     return ATTENTION if wanted == "packed" else wanted
 
 
@@ -233,4 +237,6 @@ class PackedScorer:
             chunk_tokens=self._chunk_tokens,
             entropy_grad=entropy_grad,
         )
-        return logprobs[:count], entropy[:count]
+        if count == 0:  # no slice: FSDP hangs its backward hook on the output, and a view could lose it
+            return logprobs.index_select(0, packed.scored), entropy.index_select(0, packed.scored)
+        return logprobs, entropy
