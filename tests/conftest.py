@@ -30,7 +30,6 @@ data: {{train: {folder}/train.jsonl, eval: {folder}/eval.jsonl}}
 rewards: ['{folder}/reward.py:score']
 rollout: {{sampling: {{max_tokens: 6}}, reward_workers: 1}}
 schedule: {{steps: 4, groups_per_step: 2, group_size: 3}}
-backend: {{use: fsdp, param_dtype: float32}}
 optimizer: {{lr: 1.0e-2}}
 eval: {{every_steps: 2, prompts: 2, sampling: {{temperature: 0, max_tokens: 4}}}}
 checkpoint: {{every_steps: 1, export_hf: false}}
@@ -72,7 +71,9 @@ class Workspace:
         return done
 
     def lines(self, file: str = "metrics.jsonl", name: str = "tiny") -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.directory(name) / file).read_text().splitlines()]
+        from miles_core.tracking.run_dir import read_lines
+
+        return list(read_lines(self.directory(name) / file))
 
 
 def environment() -> dict[str, str]:

@@ -19,7 +19,7 @@ from miles_core.errors import ConfigError
 from miles_core.testing.backend_oracle import example_batch
 from miles_core.testing.tiny import make_tiny_model
 from miles_fsdp.export import Exporter
-from miles_fsdp.model import PackedScorer, load_model
+from miles_fsdp.model import PackedScorer, checkpoint_dtype, load_model
 from miles_fsdp.packing import ATTENTION, pack
 
 SMALL: dict[str, Any] = {
@@ -118,6 +118,16 @@ def test_exported_names_shapes_and_dtypes_are_the_checkpoints(tmp_path: Path, ar
     for bucket in exporter.buckets(live, version=0, bucket_bytes=4096):
         for named in bucket.tensors:
             assert torch.equal(named.tensor, expected[named.name]), named.name
+
+
+@pytest.mark.parametrize(("stored", "computed"), [("bfloat16", torch.bfloat16), ("float32", torch.float32)])
+def test_compute_follows_the_checkpoint_unless_named(tmp_path: Path, stored: Any, computed: torch.dtype) -> None:
+    assert checkpoint_dtype(str(make_tiny_model(tmp_path / "model", dtype=stored))) == computed
+
+
+def test_a_half_precision_checkpoint_needs_a_named_dtype(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="not one to train in"):
+        checkpoint_dtype(str(make_tiny_model(tmp_path / "model", dtype="float16")))
 
 
 def test_an_export_dtype_applies_to_every_floating_tensor(tmp_path: Path) -> None:

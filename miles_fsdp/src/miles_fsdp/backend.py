@@ -25,7 +25,7 @@ from miles_core.types import Float32, TrainBatch, WeightBucket
 from miles_fsdp import checkpoint, optim
 from miles_fsdp.export import Exporter, write_folder
 from miles_fsdp.mesh import PlainWeights, ShardedWeights, Weights, build_mesh, shard_size
-from miles_fsdp.model import LoadedModel, PackedScorer, checkpoint_layers, load_model
+from miles_fsdp.model import LoadedModel, PackedScorer, checkpoint_dtype, checkpoint_layers, load_model
 from miles_fsdp.objective import RankReport, Sums, combine, micro_batch_loss
 from miles_fsdp.offload import Offloader
 from miles_fsdp.options import FsdpOptions
@@ -55,8 +55,9 @@ class FsdpBackend:
         self._options = options
         self._context = context
         self._device = torch.device(context.device)
-        self._param_dtype = _DTYPES[options.param_dtype]
-        self._master_dtype = torch.float64 if options.param_dtype == "float64" else torch.float32
+        named = options.param_dtype
+        self._param_dtype = checkpoint_dtype(context.model_path) if named == "checkpoint" else _DTYPES[named]
+        self._master_dtype = torch.float64 if self._param_dtype == torch.float64 else torch.float32
         self._mesh: Any = None
         if context.world_size > 1:
             self._mesh = build_mesh(self._device.type, context.world_size, options.dp_replicate)

@@ -94,6 +94,26 @@ def load_model(path: str, attn_implementation: str, param_dtype: torch.dtype) ->
     )
 
 
+def checkpoint_dtype(path: str) -> torch.dtype:
+    """The dtype a model folder says it is in; float32 where it says nothing.
+
+    Raises:
+        ConfigError: it is one that gradients cannot be computed in as they are.
+    """
+    config = _read_config(path)
+    dtype = getattr(config.get_text_config(), "dtype", None) or getattr(config, "dtype", None) or torch.float32
+    if dtype not in (torch.float32, torch.bfloat16, torch.float64):
+        raise ConfigError(
+            "the checkpoint's dtype is not one to train in",
+            expected="float32, bfloat16 or float64",
+            found=str(dtype).removeprefix("torch."),
+            where=path,
+            do="name one: backend: {use: fsdp, param_dtype: bfloat16}",
+        )
+    found: torch.dtype = dtype
+    return found
+
+
 def _read_config(path: str) -> Any:
     if not (Path(path) / "config.json").is_file():
         raise ConfigError(

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from miles_core.config.resolve import Resolved, ResolvedRun
-from miles_core.config.spec import SamplingSpec
 from miles_core.kinds.backend import LossSettings, OptimizerSettings
 from miles_core.kinds.executor import EngineSpec, TrainerSpec
-from miles_core.types import SamplingParams
 
 Device = Literal["cpu", "cuda"]
 
@@ -51,17 +49,6 @@ def engine_spec(run: ResolvedRun, device: Device) -> EngineSpec:
         context_length=spec.model.context_length,
         device=device,
         seed=spec.seed,
-    )
-
-
-def sampling_params(sampling: SamplingSpec) -> SamplingParams:
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        max_tokens=sampling.max_tokens,
-        stop=sampling.stop,
     )
 
 

@@ -125,6 +125,8 @@ async def _collect(run: Run, step: int) -> Collected:
         )
     if warning := run.alarm.observe(collected.rewards):
         run.recorder.alarm(step, warning)
+    if collected.failures:
+        run.recorder.event("failures", step=step, **{str(k): v for k, v in collected.failures.items()})
     run.recorder.wasted(collected.wasted)
     return collected
 
