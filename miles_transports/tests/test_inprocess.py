@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ import torch
 from miles_core.errors import TransportError
 from miles_core.kinds.transport import Transport
 from miles_core.testing.recording import RecordingOptions
-from miles_core.testing.transport import TransportConformance
-from miles_core.types import NamedTensor, WeightBucket
+from miles_core.testing.transport import StreamEngine, TransportConformance
+from miles_core.types import NamedTensor, WeightBucket, WeightManifest
 from miles_core.watch import waiters
+from miles_core.weights.equality import check_weight_update_equal
+from miles_core.weights.lifecycle import publish
 from miles_transports.inprocess import Exchange, InProcessReceiver, InProcessSender, InProcessTransport
 from miles_transports.options import InProcessOptions
 
@@ -88,3 +92,33 @@ async def test_the_event_loop_stays_live_while_buckets_move() -> None:
             gaps.append(time.monotonic() - before)
         await publishing
     assert len(gaps) > 20
+
+
+class Forgiving(StreamEngine):
+    """Keeps its old value of whatever does not arrive, as a careless engine does."""
+
+    async def receive(self, version: int) -> WeightManifest:
+        self.weights.pop("model.norm.weight", None)
+        return await super().receive(version)
+
+
+async def test_a_tensor_lost_on_the_way_is_named_even_when_the_engines_do_not_miss_it() -> None:
+    class Loses(InProcessSender):
+        def send(self, bucket: WeightBucket) -> None:
+            kept = tuple(named for named in bucket.tensors if named.name != "model.norm.weight")
+            super().send(replace(bucket, tensors=kept))
+
+    kit = TestInProcess()
+    async with kit.connected(engines=1) as connected:
+        transport = connected.transport
+        assert isinstance(transport, InProcessTransport)
+        assert transport._exchange is not None
+        await connected.trainer.open_sender(functools.partial(Loses, transport._exchange))
+        connected.engines[0].__class__ = Forgiving
+        for check in (
+            lambda: publish(transport, connected.engines, 0),
+            lambda: check_weight_update_equal(transport, connected.engines, 0, seed=1),
+        ):
+            with pytest.raises(TransportError, match=r"engine 0: 1 missing: model\.norm\.weight"):
+                await check()
+            assert await connected.engines[0].version() == -1

@@ -81,6 +81,60 @@ class TestRoundsToHalfPrecision(Faulty):
     }
 
 
+REFUSED_BY_STRICT_ENGINES = (
+    "test_every_tensor_arrives_on_every_engine_bit_for_bit",
+    "test_buckets_arrive_in_order_and_only_the_final_one_is_last",
+    "test_publish_stages_and_does_not_activate_pause_or_resume",
+    "test_a_second_version_follows_on_the_same_connection",
+    "test_received_tensors_do_not_follow_the_trainers_next_step",
+    "test_engines_do_not_share_storage",
+    "test_one_engine_and_one_bucket_are_enough",
+    "test_a_failing_export_is_raised_and_the_next_version_arrives",
+    "test_a_failing_engine_is_named_and_the_next_version_arrives",
+    "test_the_same_version_can_be_tried_again",
+)
+"""What a version that is not the one sent breaks: everything in which one has to arrive."""
+
+
+def changed(bucket, change):
+    """The bucket with each tensor replaced by `change(named)`, or left out where that is None."""
+    return replace(bucket, tensors=tuple(filter(None, map(change, bucket.tensors))))
+
+
+class TestDropsOneTensor(Faulty):
+    class transport(Sound):
+        class sender(InProcessSender):
+            def send(self, bucket):
+                super().send(changed(bucket, lambda named: None if named.name == "model.norm.weight" else named))
+
+    caught_by = dict.fromkeys(REFUSED_BY_STRICT_ENGINES, "missing tensors: model.norm.weight")
+
+
+class TestRenamesATiedWeight(Faulty):
+    """Sends the storage that two names share under one of them only."""
+
+    class transport(Sound):
+        class sender(InProcessSender):
+            def send(self, bucket):
+                tied = {"lm_head.weight": "model.embed_tokens.weight"}
+                super().send(changed(bucket, lambda named: replace(named, name=tied.get(named.name, named.name))))
+
+    caught_by = dict.fromkeys(REFUSED_BY_STRICT_ENGINES, "tensor 'model.embed_tokens.weight' came twice")
+
+
+class TestEndsTheVersionOneBucketEarly(Faulty):
+    class transport(Sound):
+        class sender(InProcessSender):
+            def send(self, bucket):
+                super().send(replace(bucket, last=bucket.last or bucket.index == 3))
+
+    caught_by = {
+        test: "missing tensors: model.norm.weight"
+        for test in REFUSED_BY_STRICT_ENGINES
+        if test != "test_one_engine_and_one_bucket_are_enough"
+    }
+
+
 class TestActivatesWhatItStaged(Faulty):
     class transport(Sound):
         async def publish(self, version):
