@@ -40,13 +40,18 @@ class _Party:
         self._rank = rank
         self.meeting = Meeting.join(address, self.name)
         self._group: BroadcastGroup | None = None
-        self.meeting.tell(f"device/{self.name}", _device_id())
+        # Later calls may come from a thread whose current device is another one.
+        self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self.meeting.tell(f"device/{self.name}", _device_id(self._device))
 
     def group(self) -> BroadcastGroup:
         generation = cast(int, self.meeting.told("generation"))
         if self._group is None or self._group.generation != generation:
             wire = cast(Wire, self.meeting.told("wire"))
-            self._group = BroadcastGroup(self.meeting, self._address, rank=self._rank, wire=wire, generation=generation)
+            device = torch.device("cpu") if wire == "gloo" or self._device is None else self._device
+            self._group = BroadcastGroup(
+                self.meeting, self._address, rank=self._rank, device=device, generation=generation
+            )
         return self._group
 
     def close(self) -> None:
@@ -191,7 +196,6 @@ def choose_wire(wanted: str, devices: dict[str, str | None]) -> Wire:
     return "nccl" if apart and wanted != "gloo" else "gloo"
 
 
-def _device_id() -> str | None:
-    if not torch.cuda.is_available():
-        return None
-    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+def _device_id(device: torch.device | None) -> str | None:
+    """The same for the same GPU in every process, whatever index it has there."""
+    return None if device is None else str(torch.cuda.get_device_properties(device).uuid)

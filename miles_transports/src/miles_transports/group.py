@@ -32,20 +32,21 @@ class BroadcastGroup:
     """Rank 0 sends, all others receive.
 
     Args:
+        device: Where blocks lie; a GPU of this party's own is reached through NCCL, the CPU through gloo.
         generation: Groups of one meeting are told apart by it; a broken one is replaced by the next.
     """
 
-    def __init__(self, meeting: Meeting, address: Address, *, rank: int, wire: Wire, generation: int) -> None:
+    def __init__(self, meeting: Meeting, address: Address, *, rank: int, device: torch.device, generation: int) -> None:
         self.generation = generation
-        self.device = torch.device("cpu") if wire == "gloo" else torch.device("cuda", torch.cuda.current_device())
+        self.device = device
         timeout = timedelta(seconds=address.timeout_s)
         store = PrefixStore(f"group/{generation}", meeting.store)
         size = address.num_engines + 1
         try:
-            self._backend = cast(_Broadcasts, _make(store, rank, size, wire, timeout, address))
+            self._backend = cast(_Broadcasts, _make(store, rank, size, device, timeout, address))
         except RuntimeError as error:
             raise TransportError(
-                f"the {wire} group of {size} parties did not come together", found=str(error).splitlines()[0]
+                f"the {device.type} group of {size} parties did not come together", found=str(error).splitlines()[0]
             ) from error
 
     def broadcast(self, block: torch.Tensor, check: Callable[[], None]) -> None:
@@ -60,6 +61,8 @@ class BroadcastGroup:
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         try:
+            if block.is_cuda:
+                torch.cuda.set_device(self.device)  # NCCL works on the calling thread's current device
             work = self._backend.broadcast([block], options)
             pause, longest = POLL_S
             while not work.is_completed():
@@ -81,8 +84,11 @@ class BroadcastGroup:
         self._backend.abort()
 
 
-def _make(store: PrefixStore, rank: int, size: int, wire: Wire, timeout: timedelta, address: Address) -> object:
-    if wire == "nccl":
+def _make(
+    store: PrefixStore, rank: int, size: int, device: torch.device, timeout: timedelta, address: Address
+) -> object:
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, options)
