@@ -1,7 +1,7 @@
 """What a GPU shows that CI cannot: the whole loop on CUDA, and the engine beside `model.generate`.
 
-Random weights of the Qwen3-0.6B shape (28 layers, hidden 1024) with a small vocabulary, bfloat16. `--small` shrinks it to
-try the script on a CPU.
+Random weights of the Qwen3-0.6B shape (28 layers, hidden 1024) with a small vocabulary, bfloat16. `--small` shrinks it
+to try the script on a CPU.
 """
 
 from __future__ import annotations
