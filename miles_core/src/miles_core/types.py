@@ -2,7 +2,8 @@
 
     Prompt -> Session(s) -> Trajectory -> Group -> TrainBatch -> (loss, update) -> WeightBucket
 
-Shape letters: T tokens of one trajectory, N packed tokens of a batch, S sequences of a batch, L MoE layers, K experts a token.
+Shape letters: T tokens of one trajectory, N packed tokens of a batch, S sequences of a batch, L MoE layers, K
+experts a token.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ class Prompt:
 class SamplingParams:
     """How an engine samples. Neutral by default: a checkpoint's generation_config never alters it.
 
-    Log-probs are always those of the temperature-scaled, full-vocabulary policy: top-p, top-k and min-p restrict what is
-    sampled but never renormalise. Temperature 0 samples the argmax and its log-prob is that of temperature 1.
+    Log-probs are always those of the temperature-scaled, full-vocabulary policy: top-p, top-k and min-p restrict
+    what is sampled but never renormalise. Temperature 0 samples the argmax and its log-prob is that of temperature 1.
     """
 
     temperature: float = 1.0
@@ -229,7 +230,8 @@ class Group:
 
     @property
     def trainable(self) -> tuple[Trajectory, ...]:
-        """Those that ended by themselves or by length and were scored; failures and aborts are infrastructure, not data."""
+        """Those that ended by themselves or by length and were scored; failures and aborts are infrastructure, not
+        data."""
         good = (Status.COMPLETED, Status.TRUNCATED)
         return tuple(t for t in self.trajectories if t.status in good and t.reward is not None and t.loss_mask.any())
 
@@ -255,7 +257,8 @@ class TrainBatch:
     token_ids: Int32
     """[N]"""
     loss_mask: Bool
-    """[N] True where the token is trained. The log-prob at position i is that of token i given tokens < i of its sequence."""
+    """[N] True where the token is trained. The log-prob at position i is that of token i given tokens < i of its
+    sequence."""
     rollout_logprobs: Float32
     """[N] engine's log-prob; 0.0 where not sampled (checked NaN before)."""
     versions: Int64

@@ -5,8 +5,8 @@ Everything in this process that may wait long wraps the wait:
     with waiting("group 3 of step 12", on="engine local"):
         chunk = await anext(chunks)
 
-and everything that gets somewhere calls `progress()`. When nothing progressed for a while, `describe()` lists the waiters,
-oldest first. One register per process, like logging; a wait that has ended leaves no trace.
+and everything that gets somewhere calls `progress()`. When nothing progressed for a while, `describe()` lists the
+waiters, oldest first. One register per process, like logging; a wait that has ended leaves no trace.
 """
 
 from __future__ import annotations
@@ -75,7 +75,8 @@ def describe(limit: int = 20) -> str:
 
 
 async def watchdog(stall_s: float, report: Callable[[str], None]) -> None:
-    """Call `report` with the chain of waiters each time nothing progressed for `stall_s` seconds; runs until cancelled."""
+    """Call `report` with the chain of waiters each time nothing progressed for `stall_s` seconds; runs until
+    cancelled."""
     reported_at = 0.0
     while True:
         await asyncio.sleep(min(1.0, stall_s / 4))

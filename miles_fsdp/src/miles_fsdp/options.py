@@ -17,8 +17,8 @@ class FsdpOptions(BaseModel):
     dp_replicate: PositiveInt = 1
     """Replicas of the sharded model; each is sharded over world size / dp_replicate ranks."""
     param_dtype: ComputeDtype = "checkpoint"
-    """Dtype of forward and backward; checkpoint is the model folder's own, in which engines sample too. Master weights and
-    optimizer state are float32 (float64 for float64)."""
+    """Dtype of forward and backward; checkpoint is the model folder's own, in which engines sample too. Master
+    weights and optimizer state are float32 (float64 for float64)."""
     reduce_dtype: Literal["float32", "bfloat16"] = "float32"
     """Dtype in which gradients are summed over ranks; float64 compute reduces in float64."""
     gradient_checkpointing: bool = False

@@ -28,6 +28,7 @@ class AdvantageInputs:
 
 
 class Advantage(Protocol):
-    """``(inputs, **options) -> f[N]``: pure; 0 outside the mask; finite for every finite reward, also for all-equal ones."""
+    """``(inputs, **options) -> f[N]``: pure; 0 outside the mask; finite for every finite reward, also for all-equal
+    ones."""
 
     def __call__(self, inputs: AdvantageInputs, /, **options: Any) -> Tensor: ...

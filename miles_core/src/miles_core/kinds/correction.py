@@ -11,8 +11,10 @@ if TYPE_CHECKING:
 class Correction(Protocol):
     """``(log_ratio f[N], mask bool[N], sequence_ids i64[N], **options) -> (weight f[N], metrics)``.
 
-    `log_ratio` is trainer pre-update minus rollout log-prob. The weight multiplies the per-token loss after any clipping,
-    is 1 outside the mask and carries no gradient. Metrics are per-token tensors f[N]; the caller means them over the mask.
+    `log_ratio` is trainer pre-update minus rollout log-prob. The weight multiplies the per-token loss after any
+    clipping,
+    is 1 outside the mask and carries no gradient. Metrics are per-token tensors f[N]; the caller means them over the
+    mask.
     """
 
     def __call__(

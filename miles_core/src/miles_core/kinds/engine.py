@@ -30,7 +30,8 @@ class Chunk:
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each sampled token under the temperature-scaled, full-vocabulary policy; never renormalised after top-p/top-k."""
+    """Of each sampled token under the temperature-scaled, full-vocabulary policy; never renormalised after
+    top-p/top-k."""
     weight_version: int
     """Version that sampled all tokens of this chunk."""
     finish_reason: FinishReason | None = None
@@ -56,7 +57,8 @@ class EngineContext:
 class Engine(Protocol):
     """Created as ``Engine(options, context)``; asynchronous.
 
-    Life: created -> serving; ``pause`` -> paused -> ``begin_update`` -> updating -> ``activate`` -> paused -> ``resume``.
+    Life: created -> serving; ``pause`` -> paused -> ``begin_update`` -> updating -> ``activate`` -> paused ->
+    ``resume``.
     Weights become visible only through `activate`, only when the version is complete, and all at once.
     """
 
@@ -104,7 +106,8 @@ class Engine(Protocol):
     async def version(self) -> int: ...
 
     async def scramble(self, seed: int) -> None:
-        """Overwrite every weight with noise (tag `verifies-weights`); the next published version must replace it all."""
+        """Overwrite every weight with noise (tag `verifies-weights`); the next published version must replace it
+        all."""
         ...
 
     async def digests(self) -> Mapping[str, str]:

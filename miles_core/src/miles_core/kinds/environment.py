@@ -51,7 +51,8 @@ class Environment(Protocol):
         ...
 
     async def run(self, prompt: Prompt, session: SessionHandle) -> EpisodeResult:
-        """Run one episode. An exception makes the trajectory failed(environment); cancellation must leave nothing behind."""
+        """Run one episode. An exception makes the trajectory failed(environment); cancellation must leave nothing
+        behind."""
         ...
 
     async def close(self) -> None: ...

@@ -55,7 +55,8 @@ class Trainer(WeightSource, Protocol):
 
 
 class Executor(Protocol):
-    """Created in the driver as ``Executor(options)``; owns every process it starts and leaves none behind after `close`."""
+    """Created in the driver as ``Executor(options)``; owns every process it starts and leaves none behind after
+    `close`."""
 
     async def start_trainer(self, spec: TrainerSpec) -> Trainer: ...
     async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]:

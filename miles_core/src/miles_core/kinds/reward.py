@@ -27,8 +27,8 @@ class Scored:
 class Reward(Protocol):
     """``(scored, **options) -> float``, plain or async.
 
-    Must return a finite number. An exception, a time-out or NaN makes the trajectory failed(reward): counted, kept out of
-    loss and baseline, never scored 0. Return a mapping to report parts: ``{"reward": 0.5, "format": 1.0}``.
+    Must return a finite number. An exception, a time-out or NaN makes the trajectory failed(reward): counted, kept
+    out of loss and baseline, never scored 0. Return a mapping to report parts: ``{"reward": 0.5, "format": 1.0}``.
     """
 
     def __call__(

@@ -65,7 +65,8 @@ class WeightSource(Protocol):
 
 
 class Transport(Protocol):
-    """Created in the driver as ``Transport(options)``. It joins the two ends; pausing and activating are not its business."""
+    """Created in the driver as ``Transport(options)``. It joins the two ends; pausing and activating are not its
+    business."""
 
     async def open(self, source: WeightSource, engines: Sequence[Engine]) -> None:
         """Connect once, before the first publish."""
