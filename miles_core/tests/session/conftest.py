@@ -84,12 +84,12 @@ def engine(tokenizer: ChatTokenizer) -> ScriptEngine:
     return ScriptEngine(tokenizer)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_chunk() -> Callable[..., Chunk]:
     return chunk
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def new_engine() -> Callable[[ChatTokenizer], ScriptEngine]:
     return ScriptEngine
 

@@ -207,9 +207,14 @@ def respell(message: Message, arguments: str) -> Message:
 
 @pytest.mark.parametrize("spelling", ['{"b":"y","a":1}', '{ "a" : 1.0, "b": "y" }'])
 async def test_reordered_or_respaced_arguments_match_loosely_and_the_stored_spelling_wins(
-    open_session: Open, engine: Any, spelling: str
+    open_session: Open, engine: Any, tokenizer: ChatTokenizer, spelling: str
 ) -> None:
-    session = open_session(matcher=loose_tool_call)
+    class Family(DefaultFamily):
+        def append(self, stored: Sequence[Message], appended: Sequence[Message], tools: Any = ()) -> list[int]:
+            assert stored[-1] == answer.message
+            return super().append(stored, appended, tools)
+
+    session = open_session(matcher=loose_tool_call, family=Family(None, tokenizer))
     engine.replies = [CALL_TEXT]
     answer = await session.complete([U1])
     row = session.row.ids()
@@ -384,7 +389,8 @@ class OpenerFamily(DefaultFamily):
         self.stop_token_ids = frozenset({0, IM_END})
 
     def append(self, stored: Sequence[Message], appended: Sequence[Message], tools: Any = ()) -> list[int]:
-        return [0, *self.tokenizer.encode(appended[0].content), 1]
+        opener = IM_END if appended[0].role == "tool" else 0
+        return [opener, *self.tokenizer.encode(appended[0].content), 1]
 
     def merge(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
         return [*prefix[:-1], *suffix]
@@ -394,7 +400,7 @@ async def test_a_stop_token_that_is_the_next_opener_stands_once_and_comes_back_o
     open_session: Open, engine: Any, tokenizer: ChatTokenizer, make_chunk: Callable[..., Any]
 ) -> None:
     session = open_session(family=OpenerFamily(tokenizer))
-    engine.replies = [[make_chunk([9, IM_END])], [make_chunk([10, 0])], [make_chunk([11, 0])]]
+    engine.replies = [[make_chunk([9, IM_END])], *([make_chunk([token, 0])] for token in (10, 11, 12))]
     first = await session.complete([U1])
     whole = session.row.ids()
     second = await session.complete([U1, first.message, U2])
@@ -403,15 +409,20 @@ async def test_a_stop_token_that_is_the_next_opener_stands_once_and_comes_back_o
     assert prompt[: len(whole)] == [*whole[:-1], 0]
     assemble(session, prompt_id="p").check()
     assert session.row.arrays()[1].sum() == 1 + 2
-    # The retry starts from the first turn's own row, stop token included.
+    # The retry starts from the first turn's own row, stop token included: here it stays, sampled as it was.
+    tool = Message(role="tool", content="r")
+    await session.complete([U1, first.message, tool])
+    assert list(engine.requests[2].token_ids[: len(whole)]) == whole
+    assert session.row.spans[0].end == len(whole)
+    assemble(session, prompt_id="p").check()
     await session.complete([U1, first.message, U3])
-    assert list(engine.requests[2].token_ids[: len(whole)]) == [*whole[:-1], 0]
-    assert session.discarded_tokens == second.num_tokens
+    assert list(engine.requests[3].token_ids[: len(whole)]) == [*whole[:-1], 0]
+    assert session.discarded_tokens == 2 * second.num_tokens
     # An opener equal to the sampled stop token stays the sampled one.
     third = session.messages[-1]
     await session.complete([U1, first.message, U3, third, U1])
     spans = session.row.spans
-    assert session.row.ids()[spans[1].start : spans[1].end] == [11, 0]
+    assert session.row.ids()[spans[1].start : spans[1].end] == [12, 0]
     assemble(session, prompt_id="p").check()
 
 
