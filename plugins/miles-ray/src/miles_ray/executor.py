@@ -46,7 +46,15 @@ class RayExecutor:
         self._join_cluster()
         bundle = self._bundle(self._options.cpus_per_rank, self._options.gpus_per_rank, spec.device)
         actors = await self._place(RankActor, [bundle] * spec.world_size, "trainer ranks")
-        self._trainer = RayTrainer(actors)
+        self._trainer = trainer = RayTrainer(actors)
+        try:
+            await self._start_ranks(spec, actors)
+        except BaseException:
+            trainer.abandon("a rank did not start")  # the others may wait for it; closing need not wait for them
+            raise
+        return trainer
+
+    async def _start_ranks(self, spec: TrainerSpec, actors: Sequence[Any]) -> None:
         names = [f"trainer rank {rank}" for rank in range(spec.world_size)]
         processes = await self._ask_where(actors, names, RunError)
         # One host needs no interface that others reach; loopback always works there.
@@ -58,7 +66,6 @@ class RayExecutor:
             port = await fetch(opening, who=names[0], died=RunError, doing="open the rendezvous")
         arguments = (spec, device_of(spec.device), host, port, self._options.collective_timeout_s)
         await self._start(names, [actor.start.remote(*arguments) for actor in actors], RunError)
-        return self._trainer
 
     async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]:
         """Start all engines at once."""

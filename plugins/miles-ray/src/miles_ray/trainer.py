@@ -58,6 +58,10 @@ class RayTrainer:
     async def send_weights(self, version: int) -> WeightManifest:
         return cast(WeightManifest, (await self._all("send_weights", version))[0])
 
+    def abandon(self, reason: str) -> None:
+        """Take the ranks for hung: later calls say so, and `close` kills them without asking."""
+        self._broken = reason
+
     async def close(self) -> None:
         """Close every rank and end its process. Idempotent; a rank that does not answer is killed."""
         actors, self._actors = self._actors, []
@@ -87,7 +91,7 @@ class RayTrainer:
         if errors:
             if pending:
                 hung = [str(rank) for rank, task in enumerate(tasks) if task in pending]
-                self._broken = f"ranks {', '.join(hung)} wait for a rank that failed in {method}"
+                self.abandon(f"ranks {', '.join(hung)} wait for a rank that failed in {method}")
                 for task in pending:
                     task.cancel()
             raise _first_cause(errors)
