@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from miles_core.errors import EngineError, RunError, TransportError
+from miles_core.errors import EngineError, PluginError, RunError, TransportError
 from miles_core.kinds.engine import Chunk, Engine
 from miles_core.kinds.executor import Executor
 from miles_core.testing.executor import ExecutorConformance, engine_spec, generate_request, tiny_batch, trainer_spec
@@ -150,6 +150,17 @@ async def test_a_rank_that_dies_is_named_before_the_connections_it_broke() -> No
         with pytest.raises(RunError, match="trainer rank 1 died") as caught:
             await trainer.train_step(tiny_batch())
         assert caught.value.where == "trainer rank 1"
+
+
+@pytest.mark.slow
+async def test_ranks_that_do_not_start_say_why_and_are_closed_at_once() -> None:
+    executor = RayExecutor(OPTIONS)
+    with pytest.raises(PluginError, match="no_such_module:Backend") as caught:
+        await executor.start_trainer(trainer_spec(world_size=2, load="no_such_module:Backend"))
+    assert "trainer rank" in str(caught.value.where)
+    began = time.monotonic()
+    await executor.close()
+    assert time.monotonic() - began < 5
 
 
 async def test_a_cluster_without_room_is_an_error_that_says_what_is_free() -> None:
