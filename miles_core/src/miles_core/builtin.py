@@ -89,7 +89,7 @@ def miles_matchers() -> Iterable[Capability]:
     return [
         Capability(
             name="strict",
-            summary="every field of the message must be equal",
+            summary="role, content, reasoning and tool calls must be equal; the safe choice",
             load="miles_core.session.matching:strict",
         ),
         Capability(
@@ -99,7 +99,7 @@ def miles_matchers() -> Iterable[Capability]:
         ),
         Capability(
             name="role-content-only",
-            summary="compares role and content; for agents that drop reasoning and call ids",
+            summary="role and content alone; dangerous: calls of different tools look alike",
             load="miles_core.session.matching:role_content_only",
         ),
     ]

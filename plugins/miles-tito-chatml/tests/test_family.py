@@ -3,15 +3,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from miles_core.errors import DataError, SessionError
 from miles_core.kinds.tito_family import TitoFamily
+from miles_core.session.assembly import assemble
+from miles_core.session.factory import SessionFactory
 from miles_core.session.hermes import spell_tool_calls
+from miles_core.session.matching import strict
+from miles_core.testing.scripted import ScriptedEngine
 from miles_core.testing.tiny import IM_END, write_tiny_tokenizer
 from miles_core.testing.tito_family import TitoFamilyConformance
 from miles_core.tokenizer import ChatTokenizer
-from miles_core.types import Message, ToolCall
+from miles_core.types import Message, SamplingParams, ToolCall
 from miles_tito_chatml.family import ChatMLFamily
 from miles_tito_chatml.options import ChatMLOptions
 
@@ -214,3 +219,24 @@ def test_thoughts_stay_in_the_content(make: Make) -> None:
     family = make()
     found = family.parse([*family.tokenizer.encode("<think>hm</think>4"), IM_END])
     assert (found.content, found.reasoning) == ("<think>hm</think>4", None)
+
+
+@pytest.mark.parametrize("open_turn", ["refuse", "close"])
+async def test_going_on_after_a_stop_string_trains_no_token_that_was_not_sampled(make: Make, open_turn: str) -> None:
+    family = make(open_turn=open_turn)
+    spelled = family.tokenizer.encode("Action: x")
+    engine = ScriptedEngine([spelled, [*spelled, IM_END]])
+    factory = SessionFactory([engine], family, strict, context_length=500)
+    session = factory.open("s", SamplingParams(stop=("x",)))
+    answer = await session.complete([USER])
+    history = [USER, answer.message, Message(role="user", content="Observation: y")]
+    if open_turn == "refuse":
+        with pytest.raises(SessionError, match="open_turn: close"):
+            await session.complete(history)
+        return
+    await session.complete(history)
+    row = assemble(session, prompt_id="p")
+    closing = int(np.flatnonzero(row.sampled)[len(spelled) - 1]) + 1
+    assert row.token_ids[closing] == IM_END
+    assert not row.sampled[closing]
+    assert row.response_tokens == 2 * len(spelled) + 1

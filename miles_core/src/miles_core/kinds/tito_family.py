@@ -38,7 +38,11 @@ class TitoFamily(Protocol):
 
     def merge(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
         """`prefix + suffix` with the family's boundary repair: a separator the model never samples, a stop token
-        that is also the next opener."""
+        that is also the next opener. Of `prefix`, only such a last stop token may go.
+
+        Raises:
+            SessionError: `prefix` ends within a turn; a stop token that was not sampled is not made up.
+        """
         ...
 
     def parse(self, output_ids: Sequence[int]) -> Message:
