@@ -117,6 +117,7 @@ class LocalEngine:
         async with self._between_steps:
             if self._receiver is not None:
                 self._receiver.close()
+            await self._in_thread(_nothing)  # the step in progress, if any, ends before its model goes
             self._model = self._staging = None
             self._thread.shutdown(wait=False)
 
@@ -316,18 +317,24 @@ class LocalEngine:
                 found="nothing staged" if staging is None else f"version {staging.version} staged",
                 do="receive it first",
             )
+        # Shielded: a caller that gives up must not leave new weights under the old version's number.
+        await asyncio.shield(self._swap(model, staging))
+        progress()
+
+    async def _swap(self, model: LocalModel, staging: Staging) -> None:
         async with self._between_steps:
             await self._in_thread(model.replace, staging.tensors)
             self._staging = None
-            self._version = version
+            self._version = staging.version
             self._scheduler.flush()
-        progress()
 
     async def version(self) -> int:
         return self._version
 
     async def scramble(self, seed: int) -> None:
-        model = self._served()
+        await asyncio.shield(self._make_noise(self._served(), seed))
+
+    async def _make_noise(self, model: LocalModel, seed: int) -> None:
         async with self._between_steps:
             await self._in_thread(model.scramble, seed)
             self._scheduler.flush()
@@ -347,3 +354,6 @@ class LocalEngine:
             "prefix_tokens": float(prefixes.tokens if prefixes is not None else 0),
             "kv_mib": (self._model.kv_bytes if self._model is not None else 0) / 2**20,
         }
+
+
+def _nothing() -> None: ...
