@@ -13,7 +13,7 @@ import transformers
 
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import EngineContext
-from miles_core.testing.engine import Feed, answers, ask, logprobs_of, publish, weights_of
+from miles_core.testing.engine_oracle import Feed, answers, ask, logprobs_of, publish, weights_of
 from miles_core.weights.digests import digest_tensor
 from miles_local.engine import LocalEngine
 from miles_local.options import LocalOptions

@@ -14,7 +14,7 @@ import torch
 from miles_core import watch
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import EngineContext, GenerateRequest
-from miles_core.testing.engine import Feed, answers, ask, collect, greedy, publish
+from miles_core.testing.engine_oracle import Feed, answers, ask, collect, greedy, publish
 from miles_core.testing.tiny import make_tiny_model
 from miles_local.engine import LocalEngine
 from miles_local.model import LocalModel, Sampled

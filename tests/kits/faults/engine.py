@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from miles_core.kinds.engine import Chunk, Engine, EngineContext, GenerateRequest
-from miles_core.testing.engine import EngineConformance, Feed
+from miles_core.testing.engine import EngineConformance
+from miles_core.testing.engine_oracle import Feed
 from miles_core.types import FinishReason, NamedTensor, WeightBucket, WeightManifest
 from miles_local.attention import NAME
 from miles_local.engine import LocalEngine
