@@ -1,6 +1,6 @@
-"""Two gloo ranks that run every scenario once and write what they found; started by `test_two_ranks`.
+"""Two ranks that run every scenario once and write what they found; started by `test_two_ranks`.
 
-python ranks.py RANK FOLDER
+Run as ``python ranks.py RANK FOLDER cpu|cuda``.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ def backend(
     loss: LossSettings = LOSS,
     model: str = "model",
     reference: bool = False,
+    device: str = "cpu",
     **options: Any,
 ) -> FsdpBackend:
     settings: dict[str, Any] = {
@@ -59,7 +60,7 @@ def backend(
     }
     context = BackendContext(
         model_path=str(folder / model),
-        device="cpu",
+        device="cpu" if device == "cpu" else f"{device}:{rank}",
         rank=rank,
         world_size=world_size,
         seed=0,
@@ -90,14 +91,14 @@ def continue_training(made: FsdpBackend, some: list[TrainBatch]) -> dict[str, An
     return result
 
 
-def run(rank: int, folder: Path) -> dict[str, Any]:
+def run(rank: int, folder: Path, device: str) -> dict[str, Any]:
     """Every scenario's result on this rank, by name."""
     batch, second, third, fourth = batches(4)
     lone = batch.select([2])
     results: dict[str, Any] = {}
 
     def make(**changes: Any) -> FsdpBackend:
-        return backend(folder, rank, 2, **changes)
+        return backend(folder, rank, 2, device=device, **changes)
 
     scenarios: dict[str, Callable[[], Any]] = {
         "sharded": lambda: one_update(make(), batch),
@@ -149,10 +150,13 @@ def run(rank: int, folder: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, folder = int(sys.argv[1]), Path(sys.argv[2])
+    rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    torch.save(run(rank, folder), folder / f"results-{rank}.pt")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    collectives = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(collectives, init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    torch.save(run(rank, folder, device), folder / f"results-{rank}.pt")
     dist.destroy_process_group()
 
 

@@ -52,6 +52,16 @@ def test_packed_attention_equals_each_sequence_alone(lengths: list[int], window:
         start += length
 
 
+@pytest.mark.parametrize("length", [40, 600])
+def test_bfloat16_attention_is_near_float64_above_and_below_the_widening(length: int) -> None:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, heads, length, 8).bfloat16() for heads in (2, 1, 1))
+    found, _ = packed_attention(Layer(), q, k, v, None, 0.3, packed_layout=lay_out(np.array([length]), CPU))
+    assert found.dtype == torch.bfloat16
+    expected = naive(q[0].double(), k[0].double(), v[0].double(), None)
+    assert float((found[0].double() - expected).abs().max()) < 2e-2
+
+
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=40))
 def test_every_token_has_one_cell_and_padding_is_bounded(lengths: list[int]) -> None:
     layout = lay_out(np.array(lengths), CPU)

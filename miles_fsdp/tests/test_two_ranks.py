@@ -1,4 +1,4 @@
-"""Two gloo ranks compute what one computes. They start once and run every scenario; the tests read what they found."""
+"""Two ranks compute what one computes. They start once and run every scenario; the tests read what they found."""
 
 from __future__ import annotations
 
@@ -17,11 +17,30 @@ from miles_core.testing.tiny import make_tiny_model
 
 from . import ranks
 
+STRICT = ("-W", "error")
 Results = tuple[dict[str, Any], dict[str, Any]]
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+            ],
+        ),
+    ],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """``cpu`` for two gloo ranks, ``cuda`` for two NCCL ranks."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(device: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
     make_tiny_model(folder / "model", dtype="float64", context=64)
     make_tiny_model(folder / "model32", dtype="float32", context=64)
@@ -41,9 +60,12 @@ def alone(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def both(folder: Path, alone: dict[str, Any]) -> Results:
+def both(folder: Path, alone: dict[str, Any], device: str) -> Results:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    commands = [[sys.executable, "-W", "error", ranks.__file__, str(rank), str(folder)] for rank in (0, 1)]
+    commands = [
+        [sys.executable, *(STRICT if device == "cpu" else ()), ranks.__file__, str(rank), str(folder), device]
+        for rank in (0, 1)
+    ]
     started = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
         for command in commands

@@ -38,6 +38,8 @@ class BackendConformance:
 
     dtype: ClassVar[Literal["float32", "float64"]] = "float32"
     """Dtype of the checkpoint the kit writes; the backend must compute in it."""
+    device: ClassVar[str] = "cpu"
+    """Where the backend computes; the oracle stays on the CPU."""
     tags: ClassVar[frozenset[str]] = frozenset()
     """What the capability provides."""
 
@@ -66,7 +68,7 @@ class BackendConformance:
     def context(self, model_path: Path, **changes: Any) -> BackendContext:
         context = BackendContext(
             model_path=str(model_path),
-            device="cpu",
+            device=self.device,
             rank=0,
             world_size=1,
             seed=0,
