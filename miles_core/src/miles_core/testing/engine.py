@@ -318,7 +318,7 @@ class EngineConformance:
 
         self.run(test)
 
-    def test_a_version_that_is_not_exactly_the_weights_isrefused(self, models: Models) -> None:
+    def test_a_version_that_is_not_exactly_the_weights_is_refused(self, models: Models) -> None:
         tensors = [NamedTensor(name=name, tensor=t) for name, t in weights_of(models.published).items()]
 
         async def test() -> None:
