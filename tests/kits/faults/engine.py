@@ -131,7 +131,7 @@ class TestServesBucketsBeforeTheLastOne(Kit):
     engine = Eager
     caught_by: ClassVar[dict[str, str]] = {
         STAGED: "staged weights were served before activate",
-        EXACT: "the refused version is served",
+        EXACT: "with fault 'missing' is served",
     }
 
 
