@@ -27,7 +27,13 @@ class MatcherError(SessionError):
 
 def strict(stored: Message, replayed: Message, /) -> bool:
     """Role, content, reasoning and tool calls are equal."""
-    return all(_field(stored, name) == _field(replayed, name) for name in COMPARED_FIELDS)
+    # Written out: every message of the history passes here with every turn.
+    return (
+        stored.role == replayed.role
+        and _same(stored.content, replayed.content)
+        and _same(stored.reasoning, replayed.reasoning)
+        and _same(stored.tool_calls, replayed.tool_calls)
+    )
 
 
 def loose_tool_call(stored: Message, replayed: Message, /) -> bool:
@@ -37,16 +43,18 @@ def loose_tool_call(stored: Message, replayed: Message, /) -> bool:
     1; numbers are compared as exact decimals, so 1 is 1.0. Arguments that are no plain JSON object (broken, duplicate
     keys, NaN) are compared as text.
     """
-    names = [name for name in COMPARED_FIELDS if name != "tool_calls"]
-    if not all(_field(stored, name) == _field(replayed, name) for name in names):
-        return False
-    pairs = list(zip(stored.tool_calls, replayed.tool_calls, strict=False))
-    return len(stored.tool_calls) == len(replayed.tool_calls) == len(pairs) and all(_same_call(a, b) for a, b in pairs)
+    return (
+        stored.role == replayed.role
+        and _same(stored.content, replayed.content)
+        and _same(stored.reasoning, replayed.reasoning)
+        and len(stored.tool_calls) == len(replayed.tool_calls)
+        and all(_same_call(a, b) for a, b in zip(stored.tool_calls, replayed.tool_calls, strict=True))
+    )
 
 
 def role_content_only(stored: Message, replayed: Message, /) -> bool:
     """Role and content are equal. Dangerous: turns that called different tools with empty text look alike."""
-    return stored.role == replayed.role and _field(stored, "content") == _field(replayed, "content")
+    return stored.role == replayed.role and _same(stored.content, replayed.content)
 
 
 def match_prefix(stored: Sequence[Message], replayed: Sequence[Message], matcher: Matcher) -> int:
@@ -66,7 +74,7 @@ def difference(stored: Sequence[Message], replayed: Sequence[Message], at: int) 
     if at >= len(replayed):
         return f"message {at}: {_short(stored[at])}", f"the history ends after {len(replayed)} message(s)"
     ours, theirs = stored[at], replayed[at]
-    names = [name for name in COMPARED_FIELDS if _field(ours, name) != _field(theirs, name)]
+    names = [name for name in COMPARED_FIELDS if not _same(getattr(ours, name), getattr(theirs, name))]
     fields = names or list(COMPARED_FIELDS)
     return f"message {at}: {_short(ours, fields)}", f"message {at}: {_short(theirs, fields)}"
 
@@ -74,8 +82,8 @@ def difference(stored: Sequence[Message], replayed: Sequence[Message], at: int) 
 # --- private ----------------------------------------------------------------------------------------------------------
 
 
-def _field(message: Message, name: str) -> Any:
-    return getattr(message, name) or None
+def _same(stored: object, replayed: object) -> bool:
+    return stored == replayed or not (stored or replayed)
 
 
 def _ask(matcher: Matcher, stored: Message, replayed: Message, position: int) -> bool:
@@ -150,7 +158,7 @@ def _refuse(constant: str) -> NoReturn:
 
 
 def _short(message: Message, fields: Sequence[str] = COMPARED_FIELDS) -> str:
-    shown = {"role": message.role} | {name: _field(message, name) for name in fields}
+    shown = {"role": message.role} | {name: getattr(message, name) or None for name in fields}
     return ", ".join(f"{name}={_clip(value)}" for name, value in shown.items() if value is not None or name in fields)
 
 

@@ -61,6 +61,8 @@ class TokenRow:
 
     def cut(self, length: int) -> Tail:
         """Shorten the row to `length` tokens and return what was cut."""
+        if length >= len(self._ids):
+            return Tail(array("i"), array("f"), ())
         tail = Tail(
             self._ids[length:],
             self._logprobs[length:],
