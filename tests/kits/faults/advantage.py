@@ -96,7 +96,7 @@ class TestDividesByZeroDeviation(Faulty):
     caught_by = {
         "test_a_group_of_one_is_finite": "a group of one",
         "test_equal_rewards_stay_finite": "all-equal rewards",
-        "test_one_trained_token_in_all_is_finite": "isfinite",
+        "test_one_trained_token_in_all_is_finite": "gave NaN or infinity",
     }
 
 
@@ -104,7 +104,7 @@ class TestDividesByTheDeviationOfOne(Faulty):
     fault = staticmethod(divides_by_the_deviation_of_one)
     caught_by = {
         "test_a_group_of_one_is_finite": "a group of one",
-        "test_one_trained_token_in_all_is_finite": "isfinite",
+        "test_one_trained_token_in_all_is_finite": "gave NaN or infinity",
     }
 
 
