@@ -52,17 +52,19 @@ def test_offload_frees_device_memory_and_float32_masters_survive(folder: Path) -
     for _ in range(3):
         backend.train_step(batch)
     masters = {name: master.clone().cpu() for name, master in backend._weights.masters.items()}
+    count = sum(master.numel() for master in masters.values())
+    state = count * (4 + 8 + 2 + 2)  # master, two moments, compute weights, reference
     before = torch.cuda.memory_allocated()
     for _ in range(2):
         backend.offload()
         backend.offload()
-        assert torch.cuda.memory_allocated() < 0.2 * before
+        assert before - torch.cuda.memory_allocated() >= state
         for call in (lambda: backend.log_probs(batch), lambda: backend.train_step(batch), lambda: weights(backend)):
             with pytest.raises(RunError, match="offloaded"):
                 call()
         backend.onload()
         backend.onload()
-        assert torch.cuda.memory_allocated() >= 0.9 * before
+        assert torch.cuda.memory_allocated() == pytest.approx(before, rel=0.01)
     for name, master in backend._weights.masters.items():
         assert torch.equal(master.cpu(), masters[name]), name
         assert not torch.equal(masters[name], masters[name].bfloat16().float()), f"{name} has no float32 bits"

@@ -245,7 +245,7 @@ class FsdpBackend:
 
     def offload(self) -> None:
         """Free accelerator memory: masters, compute weights, reference and optimizer state go to pinned host memory."""
-        if self._device.type != "cuda":
+        if self._device.type != "cuda" or self._offloader.away:
             return
         self._weights.zero_grad()
         self._weights.refresh()  # nothing gathered may stay behind
