@@ -18,6 +18,8 @@ from miles_core.testing.tiny import make_tiny_model
 from . import ranks
 
 STRICT = ("-W", "error")
+ROUNDING = {"cpu": 1e-6, "cuda": 1e-5}
+"""Relative to the largest gradient; models take norms and rotary tables in float32, which a GPU rounds otherwise."""
 Results = tuple[dict[str, Any], dict[str, Any]]
 
 
@@ -81,7 +83,9 @@ def both(folder: Path, alone: dict[str, Any], device: str) -> Results:
 
 
 @pytest.mark.parametrize("how", ["sharded", "replicated", "checkpointed", "one sequence", "experts"])
-def test_gradient_over_two_ranks_is_that_of_one_batch_in_float64(folder: Path, both: Results, how: str) -> None:
+def test_gradient_over_two_ranks_is_that_of_one_batch_in_float64(
+    folder: Path, both: Results, device: str, how: str
+) -> None:
     batch = ranks.batches(1)[0]
     expected = expected_update(
         folder / ("experts" if how == "experts" else "model"),
@@ -90,13 +94,13 @@ def test_gradient_over_two_ranks_is_that_of_one_batch_in_float64(folder: Path, b
     )
     found = both[0][how]
     for name in ("loss", "entropy", "kl", "grad_norm"):
-        assert found["metrics"][name] == pytest.approx(getattr(expected, name), rel=1e-6), name
+        assert found["metrics"][name] == pytest.approx(getattr(expected, name), rel=ROUNDING[device]), name
     largest = max(float(g.abs().max()) for g in expected.gradients.values())
     compared = 0
     for name, gradient in expected.gradients.items():
         if name in found["before"]:  # experts are exported one by one; their norm is compared above
             moved = found["before"][name] - found["after"][name]
-            assert float((moved / (1 - moved.abs()) - gradient).abs().max()) < 1e-6 * largest, name
+            assert float((moved / (1 - moved.abs()) - gradient).abs().max()) < ROUNDING[device] * largest, name
             compared += 1
     assert compared >= len(expected.gradients) - 4
 
@@ -142,14 +146,14 @@ def test_two_ranks_resume_bit_for_bit(both: Results) -> None:
     assert all(torch.equal(straight["after"][name], resumed["after"][name]) for name in straight["after"])
 
 
-def test_a_checkpoint_of_one_rank_continues_on_two(both: Results, alone: dict[str, Any]) -> None:
-    _assert_close(both[0]["from one"], alone)
+def test_a_checkpoint_of_one_rank_continues_on_two(both: Results, alone: dict[str, Any], device: str) -> None:
+    _assert_close(both[0]["from one"], alone, device)
 
 
-def test_a_checkpoint_of_two_ranks_continues_on_one(folder: Path, both: Results) -> None:
+def test_a_checkpoint_of_two_ranks_continues_on_one(folder: Path, both: Results, device: str) -> None:
     made = ranks.backend(folder, 0, 1, optimizer=ranks.TRAINING)
     made.load(folder / "from-two")
-    _assert_close(ranks.continue_training(made, ranks.batches(4)[2:]), both[0]["straight"])
+    _assert_close(ranks.continue_training(made, ranks.batches(4)[2:]), both[0]["straight"], device)
 
 
 def test_two_ranks_write_one_folder_that_transformers_loads(folder: Path, both: Results) -> None:
@@ -162,8 +166,10 @@ def test_replicas_that_do_not_divide_the_ranks_are_refused(both: Results) -> Non
     assert "backend.dp_replicate to divide placement.trainer_ranks (2)" in both[0]["indivisible"]
 
 
-def _assert_close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+def _assert_close(found: dict[str, Any], expected: dict[str, Any], device: str) -> None:
+    # Adam turns the rounding of a gradient near 0 into a whole step, so weights tell less than figures on a GPU.
+    figures, weights = (1e-9, 1e-9) if device == "cpu" else (1e-4, 2e-2)
     for ours, theirs in zip(found["metrics"], expected["metrics"], strict=True):
-        assert ours == pytest.approx(theirs, rel=1e-9)
+        assert ours == pytest.approx(theirs, rel=figures)
     for name, tensor in expected["after"].items():
-        assert torch.allclose(found["after"][name], tensor, rtol=0, atol=1e-9), name
+        assert torch.allclose(found["after"][name], tensor, rtol=0, atol=weights), name
