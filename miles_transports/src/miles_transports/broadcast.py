@@ -30,6 +30,9 @@ from miles_transports.meeting import Address, Meeting
 from miles_transports.options import BroadcastOptions
 from miles_transports.packing import Layout, layout_of, pack, unpack
 
+ENGINE_PATIENCE = 2.0
+"""Engines wait longer than the sender: it alone knows who is missing, so it must be the first to give up."""
+
 
 class _Party:
     """What sender and receivers share: the meeting, and the group that the driver wants in use."""
@@ -38,7 +41,7 @@ class _Party:
         self.name = "trainer" if rank == 0 else f"engine {rank - 1}"
         self._address = address
         self._rank = rank
-        self.meeting = Meeting.join(address, self.name)
+        self.meeting = Meeting.join(address, self.name, patience=1.0 if rank == 0 else ENGINE_PATIENCE)
         self._group: BroadcastGroup | None = None
         # Later calls may come from a thread whose current device is another one.
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None

@@ -60,8 +60,8 @@ class Meeting:
         return Meeting(store, timeout_s), address
 
     @staticmethod
-    def join(address: Address, who: str) -> Meeting:
-        """Connect to the driver's store."""
+    def join(address: Address, who: str, *, patience: float = 1.0) -> Meeting:
+        """Connect to the driver's store; wait `patience` times the address's time-out for others."""
         try:
             store = TCPStore(
                 address.host,
@@ -77,7 +77,7 @@ class Meeting:
                 where=f"host {socket.gethostname()}",
                 do="set transport.host to an address of the driver's host that every other host reaches",
             ) from error
-        return Meeting(store, address.timeout_s)
+        return Meeting(store, address.timeout_s * patience)
 
     def attempt(self) -> int:
         """Number of the publish in progress, or of the last one."""
