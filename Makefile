@@ -16,7 +16,7 @@ test: .venv/dev.ok
 check: .venv/dev.ok
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
 	.venv/bin/mypy
-	.venv/bin/lint-imports --config pyproject.toml
+	.venv/bin/lint-imports pyproject.toml
 
 docs: .venv/dev.ok
 	.venv/bin/python docs/generate.py
