@@ -90,3 +90,14 @@ def test_a_truncated_newest_checkpoint_is_passed_over(workspace: Workspace, refe
     assert any(event["event"] == "resume" and event["step"] == 2 for event in events)
     assert any(event["event"] == "alarm" and "step_000003" in event["message"] for event in events)
     assert (workspace.directory() / "metrics.jsonl").read_bytes() == reference
+
+
+def test_a_run_whose_every_checkpoint_is_damaged_is_not_begun_anew(workspace: Workspace) -> None:
+    workspace.train(overrides={"schedule.steps": 2})
+    recorded = (workspace.directory() / "metrics.jsonl").read_bytes()
+    for manifest in workspace.directory().glob("checkpoints/*/manifest.json"):
+        manifest.unlink()
+    done = workspace.train("--resume", overrides=STEPS, code=1)
+    assert "no checkpoint of this run can be used" in done.stderr
+    assert "--fresh" in done.stderr
+    assert (workspace.directory() / "metrics.jsonl").read_bytes() == recorded

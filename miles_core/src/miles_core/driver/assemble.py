@@ -16,6 +16,7 @@ from miles_core.driver.recorder import Recorder
 from miles_core.driver.run import Learning, Run
 from miles_core.driver.settings import choose_device, engine_spec, option_values, trainer_spec
 from miles_core.driver.signals import StopRequest
+from miles_core.errors import CheckpointError
 from miles_core.kinds.engine import Engine
 from miles_core.kinds.environment import Environment
 from miles_core.kinds.executor import Executor
@@ -196,6 +197,14 @@ def _checkpoint(directory: RunDir, recorder: Recorder) -> checkpoint.Checkpoint 
     found, passed_over = checkpoint.newest(directory.checkpoints)
     for line in passed_over:
         recorder.alarm(0, f"checkpoint passed over: {line}")
+    if found is None and passed_over:
+        raise CheckpointError(
+            "no checkpoint of this run can be used",
+            expected="at least one complete checkpoint",
+            found="; ".join(passed_over),
+            where=str(directory.checkpoints),
+            do="restore one of them, or start anew with --fresh, which keeps this run aside",
+        )
     return found
 
 
