@@ -126,11 +126,18 @@ async def test_nobody_scoring_is_a_failed_reward_and_not_a_zero() -> None:
     assert found.reward is None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 1e39])
 async def test_an_environments_score_that_is_no_number_is_a_failed_reward(value: float) -> None:
     found = await attempt(scoring(value))
     assert where(found) == (Status.FAILED, Boundary.REWARD, False)
     assert found.reward is None
+
+
+async def test_a_weighted_sum_that_is_no_score_is_a_failed_reward() -> None:
+    found = await attempt(None, rewards=[RewardSpec(name="said", load=f"{GRADERS}:by_response", weight=1e300)])
+    assert where(found) == (Status.FAILED, Boundary.REWARD, False)
+    assert found.failure is not None
+    assert "weighted sum" in found.failure.message
 
 
 async def test_a_raising_reward_fails_the_trajectory_with_its_message() -> None:

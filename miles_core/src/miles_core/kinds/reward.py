@@ -8,6 +8,9 @@ from typing import Any, Protocol
 
 from miles_core.types import Message, Prompt
 
+MAX_REWARD = 3.4e38
+"""Nothing beyond float32 is a score: its square, its sum and the trainer's copy of it would not be finite."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
@@ -27,8 +30,9 @@ class Scored:
 class Reward(Protocol):
     """``(scored, **options) -> float``, plain or async.
 
-    Must return a finite number. An exception, a time-out or NaN makes the trajectory failed(reward): counted, kept
-    out of loss and baseline, never scored 0. Return a mapping to report parts: ``{"reward": 0.5, "format": 1.0}``.
+    Must return a finite number within `MAX_REWARD`. An exception, a time-out or NaN makes the trajectory
+    failed(reward): counted, kept out of loss and baseline, never scored 0. Return a mapping to report parts:
+    ``{"reward": 0.5, "format": 1.0}``.
     """
 
     def __call__(

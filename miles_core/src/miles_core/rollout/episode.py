@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
@@ -18,7 +17,7 @@ from typing import Any, Protocol
 from miles_core import watch
 from miles_core.errors import ContractError, PluginError, RewardError
 from miles_core.kinds.environment import Completion, Environment, EpisodeResult, SessionHandle
-from miles_core.kinds.reward import Scored
+from miles_core.kinds.reward import MAX_REWARD, Scored
 from miles_core.rollout.rewards import RewardPool, RewardTimeout
 from miles_core.session.assembly import assemble as assemble_linear
 from miles_core.types import Boundary, Failure, Message, Prompt, SamplingParams, Status, Tool, Trajectory
@@ -148,7 +147,7 @@ class Episodes:
         except RewardError as error:
             return _failed(trajectory, Boundary.REWARD, str(error), timed_out=isinstance(error, RewardTimeout))
         own = generated.own_reward
-        if own is not None and not math.isfinite(own):
+        if own is not None and not abs(own) <= MAX_REWARD:
             return _failed(trajectory, Boundary.REWARD, f"the environment reported the reward {own}")
         if reward is None and own is None:
             message = "neither a reward nor the environment scored the episode"
@@ -159,7 +158,12 @@ class Episodes:
             return _failed(trajectory, Boundary.REWARD, message)
         if own is not None:
             parts = {**parts, "environment": own}
-        return trajectory.with_reward((reward or 0.0) + (own or 0.0), reward_parts=parts)
+        total = (reward or 0.0) + (own or 0.0)
+        if not abs(total) <= MAX_REWARD:
+            return _failed(
+                trajectory, Boundary.REWARD, f"the weighted sum of the rewards is {total}, which is no score"
+            )
+        return trajectory.with_reward(total, reward_parts=parts)
 
     async def _run(
         self, prompt: Prompt, watched: _Watched, key: EpisodeKey

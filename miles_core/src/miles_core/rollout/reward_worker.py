@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import inspect
 import json
-import math
 import os
 import pickle
 import signal
@@ -20,6 +19,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from typing import Any, BinaryIO
 
+from miles_core.kinds.reward import MAX_REWARD
 from miles_core.registry import load_target
 
 HEADER_BYTES = 4
@@ -86,7 +86,7 @@ def _number(value: Any, what: str) -> float:
     if isinstance(value, (str, bytes)) or value is None:
         raise TypeError(f"{what} must be a number, found {value!r}")
     number = float(value)
-    if not math.isfinite(number):
+    if not abs(number) <= MAX_REWARD:
         raise ValueError(f"{what} is {number}, which is no score")
     return number
 
