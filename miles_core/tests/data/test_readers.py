@@ -68,6 +68,8 @@ BAD_ROWS: dict[str, tuple[Any, str]] = {
     "not json": ('{"prompt": ', "not JSON"),
     "not an object": ("[1]", "JSON object"),
     "nan": ('{"prompt": "a", "label": NaN}', "NaN is not a JSON value"),
+    "half a character": ({"prompt": "a\ud800"}, "surrogate pair"),
+    "half a character in JSON text": ({"prompt": "a", "metadata": '{"x": "\\ud800"}'}, "surrogates not allowed"),
     "no prompt": ({"question": "a"}, "'prompt' is missing"),
     "null prompt": ({"prompt": None}, "'prompt' is empty"),
     "blank prompt": ({"prompt": "  "}, "empty text"),

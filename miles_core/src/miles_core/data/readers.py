@@ -221,7 +221,7 @@ def _parsed(raw: Any, name: str) -> Any:
 
 def _json_value(raw: Any, name: str) -> Any:
     try:
-        json.dumps(raw, allow_nan=False)
+        json.dumps(raw, allow_nan=False, ensure_ascii=False).encode()
     except (TypeError, ValueError) as error:
         raise _BadRow(f"{name!r} holds a value JSON cannot express: {error}") from error
     return raw

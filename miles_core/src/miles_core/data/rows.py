@@ -97,7 +97,18 @@ def _parse_line(raw: bytes) -> dict[str, Any] | str | None:
         return f"not JSON: {error.msg} (column {error.colno})"
     except (ValueError, RecursionError) as error:
         return f"not JSON: {error}"
+    if _half_character(parsed):
+        return "half of a surrogate pair (\\ud800 to \\udfff) stands alone, which is no text"
     return parsed if isinstance(parsed, dict) else f"expected a JSON object, found {type(parsed).__name__}"
+
+
+def _half_character(parsed: Any) -> bool:
+    """JSON can escape half a character; no tokenizer, file or pipe takes it."""
+    try:
+        json.dumps(parsed, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _refuse_constant(name: str) -> Any:
