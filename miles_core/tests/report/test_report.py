@@ -157,6 +157,13 @@ def test_a_run_that_recorded_nothing_yet_has_a_page(tmp_path: Path) -> None:
     assert "No step was recorded" in page
 
 
+@pytest.mark.parametrize("text", ["name: mine\nmodel: models/x\n", "[1]", "model: {", "name: x\nschedule: 4\n"])
+def test_the_folder_of_a_run_file_is_no_run(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+    with pytest.raises(DataError, match=r"no run directory|cannot be read"):
+        load_run(tmp_path)
+
+
 def test_a_killed_run_says_so(run: Path) -> None:
     events = (run / "events.jsonl").read_text().splitlines()
     (run / "events.jsonl").write_text("\n".join(events[:-1]) + '\n{"half')

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.errors import RunError
+from miles_core.errors import DataError, RunError
 from miles_core.tracking.run_dir import RunDir, read_lines
 
 
@@ -70,6 +70,15 @@ def test_a_file_that_is_one_half_line_starts_anew(run: RunDir) -> None:
     assert list(read_lines(run.metrics)) == [{"step": 1}]
 
 
+@pytest.mark.parametrize("line", [b'{"step": 3, "half', b"\0\0\0", b"[1]", b'{"x": "\xff"}'])
+def test_a_damaged_line_is_named_with_its_number(run: RunDir, line: bytes) -> None:
+    run.append(run.metrics, {"step": 1})
+    with run.metrics.open("ab") as file:
+        file.write(line + b"\n")
+    with pytest.raises(DataError, match=r"damaged(.|\n)*metrics.jsonl:2"):
+        list(read_lines(run.metrics))
+
+
 def test_resuming_drops_the_steps_that_will_be_recorded_again(run: RunDir) -> None:
     for step in range(5):
         run.append(run.metrics, {"step": step, "x": 0.1 * step})
@@ -109,6 +118,12 @@ def test_a_second_process_is_refused_and_told_who_owns_the_run(run: RunDir) -> N
     )
     assert "in use" in said.stdout
     assert (run.path / "LOCK").read_text().strip() in said.stdout
+
+
+def test_a_directory_that_cannot_be_made_is_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(RunError, match="cannot write"):
+        RunDir(tmp_path / "runs" / "quick").open()
 
 
 def test_the_lock_ends_with_its_owner(run: RunDir) -> None:

@@ -95,16 +95,37 @@ def load_run(path: Path) -> RunRecord:
             do="name one of: " + ", ".join(nearby[:10]) if nearby else "give the path that `miles train` printed",
         )
     text = run_file.read_text(encoding="utf-8") if run_file.exists() else ""
+    config = _config(text, run_file)
     environment = path / "env.json"
     return RunRecord(
         directory=directory,
-        config=yaml.safe_load(text) or {},
+        config=config,
         config_text=text,
         environment=json.loads(environment.read_text()) if environment.exists() else {},
         metrics=list(read_lines(directory.metrics)),
         timings=list(read_lines(directory.timings)),
         events=list(read_lines(directory.events)),
     )
+
+
+def _config(text: str, run_file: Path) -> dict[str, Any]:
+    """run.yaml as a run writes it, every section written out; a run-file that somebody wrote is none."""
+    try:
+        config = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise DataError("run.yaml cannot be read", found=str(error), where=str(run_file)) from error
+    sections = (
+        [config, *(config.get(name) or {} for name in ("model", "schedule"))] if isinstance(config, dict) else [0]
+    )
+    if not all(isinstance(section, dict) for section in sections):
+        raise DataError(
+            "this is no run directory",
+            expected="run.yaml as `miles train` writes it",
+            found="a run-file that was not started from here",
+            where=str(run_file.parent),
+            do="give the path that `miles train` printed: <tracking.dir>/<name>",
+        )
+    return dict(config)
 
 
 def quarters(values: Sequence[float]) -> tuple[tuple[float, float], tuple[float, float]] | None:

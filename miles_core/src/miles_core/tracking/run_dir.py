@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from miles_core.errors import RunError
+from miles_core.errors import DataError, RunError
 
 
 class RunDir:
@@ -61,11 +61,14 @@ class RunDir:
         """Create what is missing and take the lock.
 
         Raises:
-            RunError: another process runs here.
+            RunError: another process runs here, or the directory cannot be written.
         """
-        for folder in (self.path, self.checkpoints, self.rollouts, self.logs):
-            folder.mkdir(parents=True, exist_ok=True)
-        lock = (self.path / "LOCK").open("a+")
+        try:
+            for folder in (self.path, self.checkpoints, self.rollouts, self.logs):
+                folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.path / "LOCK").open("a+")
+        except OSError as error:
+            raise write_error(self.path, error) from error
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -150,13 +153,31 @@ class RunDir:
 
 
 def read_lines(file: Path) -> Iterator[dict[str, Any]]:
-    """Objects of a JSON-lines file; a last line without its newline is one that a crash cut off and is passed over."""
+    """Objects of a JSON-lines file; a last line without its newline is one that a crash cut off and is passed over.
+
+    Raises:
+        DataError: a whole line is no JSON object.
+    """
     if not file.exists():
         return
-    with file.open(encoding="utf-8") as lines:
-        for line in lines:
-            if line.endswith("\n"):
-                yield json.loads(line)
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.endswith(b"\n"):
+                yield _parse_line(line, f"{file}:{number}")
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except ValueError as error:  # also bytes that are not UTF-8
+        found = str(error)
+    else:
+        if isinstance(parsed, dict):
+            return parsed
+        found = type(parsed).__name__
+    raise DataError(
+        "the run's record is damaged", expected="one JSON object a line", found=found, where=where, do="mend the line"
+    )
 
 
 def _cut_half_line(file: Path) -> None:
