@@ -11,11 +11,11 @@ from typing import Annotated, Any, Literal, get_args, get_origin
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from miles_core.config import translate
 from miles_core.config.load import parse
-from miles_core.config.spec import Pick, RewardPick, RunSpec, Section, dump
+from miles_core.config.spec import Pick, RewardPick, RunSpec, SamplingSpec, Section, dump
 
 MAX_FIELDS_A_SECTION = 20
 MAX_TOP_KEYS = 25
@@ -168,3 +168,8 @@ def _attributes_read() -> set[str]:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 names.add(node.attr)
     return names
+
+
+def test_an_empty_stop_string_would_stop_before_the_first_token() -> None:
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        SamplingSpec(stop=("",))

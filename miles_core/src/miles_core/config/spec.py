@@ -86,7 +86,7 @@ class SamplingSpec(Section):
     """0 is off."""
     max_tokens: PositiveInt = 256
     """Sampled tokens of one completion at most."""
-    stop: tuple[str, ...] = ()
+    stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     """Stop strings beside the family's stop tokens."""
 
 
