@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -237,4 +238,15 @@ async def test_log_probs_come_back_as_the_rank_gave_them() -> None:
     np.testing.assert_array_equal(
         await trainer.log_probs(batch, model="reference"), np.full(batch.num_tokens, -1.0, np.float32)
     )
+    await executor.close()
+
+
+async def test_absent_cuda_is_said_in_plain_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    executor = InProcessExecutor(None)
+    spec = replace(trainer_spec(load="miles_core.testing.recording:RecordingBackend"), device="cuda")
+    with pytest.raises(RunError, match=r"CUDA is not available(.|\n)*placement.device: cpu"):
+        await executor.start_trainer(spec)
     await executor.close()

@@ -35,6 +35,7 @@ class InProcessTrainer:
 
     async def start(self, spec: TrainerSpec) -> None:
         def make() -> RankHost:
+            _demand(spec.device)
             return RankHost(spec, rank=0, device=device_of(spec.device))
 
         self._host = await self._in_thread("start", make)
@@ -174,3 +175,18 @@ async def _close_all(engines: Sequence[Engine]) -> None:
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome
+
+
+def _demand(device: str) -> None:
+    """Say in plain words that CUDA is absent, before a library says it in its own."""
+    if device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            raise RunError(
+                "CUDA is not available in this process",
+                expected="placement.device: cuda finds a device",
+                found=f"torch {torch.__version__} sees none",
+                where="executor inprocess",
+                do="set placement.device: cpu, or auto; or install a torch that was built for the CUDA of this host",
+            )
