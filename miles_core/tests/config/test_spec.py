@@ -173,3 +173,10 @@ def _attributes_read() -> set[str]:
 def test_an_empty_stop_string_would_stop_before_the_first_token() -> None:
     with pytest.raises(ValidationError, match="at least 1 character"):
         SamplingSpec(stop=("",))
+
+
+@pytest.mark.parametrize("weight", [0, 0.0, float("nan"), float("inf")])
+def test_a_reward_that_cannot_count_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=r"weight 0|finite"):
+        RewardPick(use="math", weight=weight)
+    assert RewardPick(use="math", weight=-0.5).weight == -0.5

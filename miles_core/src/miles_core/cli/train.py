@@ -26,6 +26,8 @@ def command(run_file: Path, overrides: tuple[str, ...], resume: bool, fresh: boo
         raise click.UsageError("--resume goes on with a run and --fresh starts anew; choose one")
     source = load(run_file, overrides)
     registry = discover(source.disabled_plugins())
+    for warning in registry.warnings:
+        click.echo(f"warning: {warning}", err=True)
     resolved = resolve(source, registry)
     plan = plans.make_plan(resolved, plans.Host.here())
     if dry_run:

@@ -7,7 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 from miles_core.config import yaml12
 
@@ -42,7 +51,14 @@ class Pick(BaseModel):
 
 
 class RewardPick(Pick):
-    weight: float = Field(default=1.0, description="Factor of this reward in the sum.")
+    weight: float = Field(default=1.0, allow_inf_nan=False, description="Factor of this reward in the sum; not 0.")
+
+    @field_validator("weight")
+    @classmethod
+    def _counts(cls, weight: float) -> float:
+        if weight == 0:
+            raise ValueError("a reward of weight 0 trains nothing; leave it out")
+        return weight
 
 
 def _short(field: str) -> BeforeValidator:
@@ -98,7 +114,7 @@ class EvalSamplingSpec(SamplingSpec):
 class RolloutSpec(Section):
     sampling: SamplingSpec = SamplingSpec()
     """How training trajectories are sampled."""
-    over_sample: Annotated[float, Field(ge=1.0)] = 1.0
+    over_sample: Annotated[float, Field(ge=1.0, le=16.0)] = 1.0
     """Groups started per wave as a multiple of those still needed; the surplus is aborted once enough are accepted."""
     max_waves: PositiveInt = 8
     """Waves of groups tried per step before the run stops because filters or failures leave too few."""
