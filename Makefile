@@ -26,6 +26,7 @@ clean:
 	rm -rf .venv models
 
 .venv/base.ok: constraints.txt
+	@echo "installing into .venv: a few minutes, 2 GB"
 	$(PYTHON) -m venv .venv
 	$(PIP) install -q -c constraints.txt hatchling editables "$(TORCH_SPEC)"
 	touch $@

@@ -40,7 +40,8 @@ def command(kind: str, name: str, into: Path) -> None:
         if path.is_file():
             click.echo(f"  {path}")
     click.echo(
-        f"\nNext:\n  pip install --no-build-isolation -e {root}\n  pytest {root}\n  miles plugins show {kind} {name}"
+        f"\nNext:\n  pip install --no-build-isolation -e '{root}[test]'\n  python -m pytest {root}\n"
+        f"  miles plugins show {kind} {name}"
     )
 
 

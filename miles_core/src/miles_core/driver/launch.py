@@ -22,7 +22,8 @@ from miles_core.driver.signals import stop_on_signals
 from miles_core.errors import MilesError, RunError
 from miles_core.kinds.tracker import Tracker
 from miles_core.registry import Registry, load_target
-from miles_core.report.html import write_report
+from miles_core.report.html import summary, write_report
+from miles_core.report.load import load_run
 from miles_core.tracking.live import Display
 from miles_core.tracking.run_dir import RunDir
 from miles_core.watch import watchdog
@@ -153,6 +154,8 @@ def _trackers(resolved: ResolvedRun, directory: RunDir) -> dict[str, Tracker]:
 def _report(directory: RunDir, display: Display) -> None:
     """Leave report.html also behind a run that failed; a report that fails never hides how the run ended."""
     try:
+        for sentence in summary(load_run(directory.path)):
+            display.say(sentence)
         display.say(f"report: {write_report(directory.path)}")
     except Exception as error:
         log.exception("no report")

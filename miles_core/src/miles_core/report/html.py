@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
@@ -86,27 +87,32 @@ def _header(run: RunRecord) -> str:
     )
 
 
-def _headline(run: RunRecord) -> str:
-    """First against last quarter: what one wants to know first."""
+def summary(run: RunRecord) -> list[str]:
+    """What one wants to know first, a sentence each: first against last quarter, first against last evaluation."""
     rewards = [value for _, value in run.series("rollout/reward_mean")]
-    parts = []
+    sentences = []
     if found := quarters(rewards):
         (first, first_error), (last, last_error) = found
         error = math.hypot(first_error, last_error)
         size = f"{(last - first) / error:+.1f} standard errors" if error > 0 else "no spread"
-        parts.append(
-            f"Training reward, first to last quarter of the steps: <b>{first:.3f} → {last:.3f}</b> "
+        sentences.append(
+            f"Training reward, first to last quarter of the steps: {first:.3f} → {last:.3f} "
             f"({last - first:+.3f}, {size})."
         )
     held_out = run.series("eval/reward_mean")
-    if held_out:
+    if len(held_out) > 1:
         (first_step, first), (last_step, last) = held_out[0], held_out[-1]
         errors = dict(run.series("eval/reward_stderr"))
-        parts.append(
-            f"Held-out reward, step {first_step} to {last_step}: <b>{first:.3f} → {last:.3f}</b> "
+        sentences.append(
+            f"Held-out reward, step {first_step} to {last_step}: {first:.3f} → {last:.3f} "
             f"(standard errors {errors.get(first_step, 0):.3f} and {errors.get(last_step, 0):.3f})."
         )
-    return f'<p class="headline">{" ".join(parts)}</p>' if parts else ""
+    return sentences
+
+
+def _headline(run: RunRecord) -> str:
+    text = re.sub(r"(\S+ → \S+)", r"<b>\1</b>", escape(" ".join(summary(run))))
+    return f'<p class="headline">{text}</p>' if text else ""
 
 
 def _pick(value: Any) -> str:

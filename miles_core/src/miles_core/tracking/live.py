@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from miles_core.contracts.logprobs import MAX_MEAN_ABS_DIFF
 from miles_core.contracts.report import Report, Verdict
 
 CONTRACTS = ("tokens", "routes", "logprobs", "versions")
@@ -224,7 +225,11 @@ def verdict_text(report: Report) -> str:
         case "routes":
             return f"{numbers['coverage']:.0%} covered"
         case "logprobs":
-            return f"mean |d| {numbers['abs_diff_mean']:.2g}, max {numbers['abs_diff_max']:.2g} nats"
+            scale = f"{MAX_MEAN_ABS_DIFF:g}"
+            return (
+                f"mean |d| {numbers['abs_diff_mean']:.2g}, max {numbers['abs_diff_max']:.2g} nats "
+                f"(rounding; broken above a mean of {scale})"
+            )
         case "versions":
             return f"oldest {numbers['s_old_max']:.0f}, mean {numbers['token_staleness']:.2g} versions behind"
         case _:
