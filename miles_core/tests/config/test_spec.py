@@ -63,7 +63,7 @@ OPTIONS = st.dictionaries(
 
 
 def picks(model: type[Pick]) -> st.SearchStrategy[Any]:
-    weight = {"weight": st.floats(-5, 5)} if model is RewardPick else {}
+    weight = {"weight": st.floats(-5, 5).filter(bool)} if model is RewardPick else {}
     return st.builds(lambda use, options, **core: {"use": use, **core, **options}, use=TEXTS, options=OPTIONS, **weight)
 
 
