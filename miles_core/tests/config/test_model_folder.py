@@ -43,6 +43,14 @@ def test_figures_come_from_config_and_header(tmp_path: Path) -> None:
     assert found.kv_bytes_per_token(2) == 2 * 2 * 3 * 4 * 2
 
 
+@pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
+def test_experts_are_counted_under_every_name_and_nesting(tmp_path: Path, key: str) -> None:
+    weights = header({"a": ENTRY})
+    assert read_model_folder(folder(tmp_path, weights, json.dumps({key: 8}))).experts == 8
+    assert read_model_folder(folder(tmp_path, weights, json.dumps({"text_config": {key: 8}}))).experts == 8
+    assert read_model_folder(folder(tmp_path, weights, json.dumps({"text_config": {}}))).experts is None
+
+
 def test_what_a_config_does_not_say_is_unknown(tmp_path: Path) -> None:
     found = read_model_folder(folder(tmp_path, header({"a": ENTRY})))
     assert (found.layers, found.context_length, found.kv_bytes_per_token(2)) == (None, None, None)

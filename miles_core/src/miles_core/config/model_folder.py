@@ -37,6 +37,8 @@ class ModelFolder:
     kv_heads: int | None = None
     head_dim: int | None = None
     vocabulary: int | None = None
+    experts: int | None = None
+    """Routed experts of an MoE layer; None for a dense model."""
 
     @property
     def stored_bytes(self) -> int:
@@ -47,6 +49,10 @@ class ModelFolder:
         if self.layers is None or self.kv_heads is None or self.head_dim is None:
             return None
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
+
+
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""What architectures call it: Qwen3-MoE; Mixtral and gpt-oss; DeepSeek and GLM."""
 
 
 def read_model_folder(path: Path) -> ModelFolder:
@@ -75,6 +81,7 @@ def read_model_folder(path: Path) -> ModelFolder:
         kv_heads=_number(inner, "num_key_value_heads") or heads,
         head_dim=_number(inner, "head_dim") or (hidden // heads if hidden and heads else None),
         vocabulary=_number(inner, "vocab_size"),
+        experts=next((n for key in EXPERT_COUNTS if (n := _number(inner, key))), None),
     )
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+from miles_core.config.model_folder import ModelFolder, read_model_folder
 from miles_core.config.resolve import ResolvedRun
 from miles_core.data.order import PromptStream
 from miles_core.data.source import PromptSet, build_prompts
@@ -52,6 +52,7 @@ async def open_run(
         if spec.eval.every_steps is not None:
             eval_prompts = _prompts(resolved, environment, "eval", recorder)
         family = pick_family(resolved, registry, recorder)
+        model = read_model_folder(Path(spec.model.path))
         found = _checkpoint(directory, recorder) if resume else None
 
         rewards = RewardPool(
@@ -78,11 +79,11 @@ async def open_run(
             transport=transport,
             stream=stream,
             eval_prompts=eval_prompts,
-            episodes=_episodes(resolved, environment, engines, family, rewards),
+            episodes=_episodes(resolved, model, environment, engines, family, rewards),
             filters=_filters(resolved),
             learning=_learning(resolved),
             alarm=ConstantRewardAlarm(steps=spec.rollout.constant_reward_alarm_steps),
-            num_experts=num_experts(Path(spec.model.path)),
+            num_experts=model.experts,
             stop=stop,
         )
         if found is not None:
@@ -120,15 +121,6 @@ def pick_family(resolved: ResolvedRun, registry: Registry, recorder: Recorder | 
     return chosen
 
 
-def num_experts(model: Path) -> int | None:
-    """Experts per MoE layer from the checkpoint's config.json, None for a dense model."""
-    config: Mapping[str, Any] = json.loads((model / "config.json").read_text())
-    for key in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if config.get(key):
-            return int(config[key])
-    return None
-
-
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 
@@ -143,6 +135,7 @@ def _prompts(resolved: ResolvedRun, environment: Environment, split: Any, record
 
 def _episodes(
     resolved: ResolvedRun,
+    model: ModelFolder,
     environment: Environment,
     engines: Sequence[Engine],
     family: TitoFamily,
@@ -153,7 +146,7 @@ def _episodes(
         engines,
         family,
         load_target(resolved.one["matcher"].capability.load),
-        context_length=context_length(Path(spec.model.path), spec.model.context_length),
+        context_length=_context_length(spec.model.context_length, model.context_length),
     )
     return Episodes(
         environment=environment,
@@ -164,11 +157,9 @@ def _episodes(
     )
 
 
-def context_length(model: Path, wanted: int | None) -> int:
+def _context_length(wanted: int | None, limit: int | None) -> int:
     """Prompt plus output tokens at most: what the run-file says, within what the checkpoint can."""
-    config: Mapping[str, Any] = json.loads((model / "config.json").read_text())
-    limit = int(config.get("max_position_embeddings") or 2**31 - 1)
-    return min(wanted, limit) if wanted else limit
+    return min(length for length in (wanted, limit, 2**31 - 1) if length)
 
 
 def _filters(resolved: ResolvedRun) -> list[GroupFilter]:

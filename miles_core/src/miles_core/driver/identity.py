@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import yaml
-
+from miles_core.config import yaml12
 from miles_core.config.spec import RunSpec
 from miles_core.errors import RunError
 from miles_core.tracking.run_dir import RunDir
@@ -16,7 +15,7 @@ MAY_CHANGE = ("schedule.steps", "checkpoint", "eval", "tracking", "stall_s", "ch
 
 def check_same_run(directory: RunDir, spec: RunSpec) -> None:
     """Raise RunError naming every key that differs, unless a resumed run may change it."""
-    before = _flat(yaml.safe_load((directory.path / "run.yaml").read_text()))
+    before = _flat(yaml12.parse((directory.path / "run.yaml").read_text()).value)
     now = _flat(spec.model_dump(mode="json"))
     missing = object()
     differing = [

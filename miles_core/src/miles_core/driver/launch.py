@@ -112,7 +112,7 @@ def _run(resolved: ResolvedRun, registry: Registry, directory: RunDir, display: 
         recorder.close()
         display.stop()
         _report(directory, display)
-    return {"finished": 0, "stopped": INTERRUPTED}.get(outcome, INTERRUPTED)
+    return 0 if outcome == "finished" else INTERRUPTED
 
 
 async def _main(

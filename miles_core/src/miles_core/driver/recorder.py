@@ -49,9 +49,9 @@ class Recorder:
     def groups_done(self, accepted: int) -> None:
         self._display.groups_done(accepted)
 
-    def tokens(self, trained: int, sampled: int) -> None:
+    def tokens(self, batch: int, sampled: int) -> None:
         """Tokens of the step's batch, and how many of them were sampled."""
-        self._timings["tokens/batch"] = float(trained)
+        self._timings["tokens/batch"] = float(batch)
         self._timings["tokens/sampled"] = float(sampled)
 
     def wasted(self, figures: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import io
+import json
 import platform
 import shutil
 import tempfile
@@ -176,8 +177,6 @@ class _Check:
             make_tiny_model(model, seed=0)
             (self.folder / "reward.py").write_text(REWARD)
             prompts = [{"prompt": f"say {word}"} for word in ("one", "two", "three", "four")]
-            import json
-
             (self.folder / "prompts.jsonl").write_text("".join(json.dumps(p) + "\n" for p in prompts))
             (self.folder / "run.yaml").write_text(
                 RUN_FILE.format(
