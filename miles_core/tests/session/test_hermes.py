@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from miles_core.session.hermes import parse_tool_calls, spell_tool_calls
-from miles_core.types import ToolCall
+from miles_core.kinds.tito_family import joined
+from miles_core.session.hermes import HermesStream, parse_tool_calls, spell_tool_calls
+from miles_core.types import Message, ToolCall
 
 
 def test_arguments_keep_the_characters_the_model_wrote() -> None:
@@ -88,3 +89,41 @@ def test_spelling_and_parsing_are_inverse(calls: list[tuple[str, dict[str, Any]]
         ToolCall(id=f"call_{at}", name=name, arguments=json.dumps(value)) for at, (name, value) in enumerate(calls)
     )
     assert parse_tool_calls(spell_tool_calls("say", built)) == ("say", built)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_stream_gives_out_text_around_a_call_and_the_call_at_its_end(size: int) -> None:
+    text = 'Hm.\n<tool_call>\n{"name": "f", "arguments": {"a":1}}\n</tool_call>\n'
+    stream, early = HermesStream(), []
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    for piece in pieces[:-1]:
+        early += stream.feed(piece)
+    assert joined(early).content == "Hm."
+    message = joined([*early, *stream.feed(pieces[-1]), *stream.finish()])
+    assert message == Message(
+        role="assistant", content="Hm.", tool_calls=(ToolCall(id="call_0", name="f", arguments='{"a":1}'),)
+    )
+
+
+PIECES = st.sampled_from(
+    ["<tool_call>", "</tool_call>", '{"name": "f", "arguments": {}}', " ", "\n", "x", "<tool", '"']
+)
+
+
+@given(st.lists(PIECES, max_size=14), st.integers(1, 40))
+def test_a_stream_says_the_same_however_it_is_cut(pieces: list[str], size: int) -> None:
+    text = "".join(pieces)
+    stream = HermesStream()
+    deltas = [delta for at in range(0, len(text), size) for delta in stream.feed(text[at : at + size])]
+    message = joined([*deltas, *stream.finish()])
+    assert (message.content, message.tool_calls) == parse_tool_calls(text)
+
+
+@given(st.lists(PIECES, max_size=14))
+def test_every_character_outside_a_call_stays_but_white_space(pieces: list[str]) -> None:
+    text = "".join(pieces)
+    content, calls = parse_tool_calls(text)
+    if not calls:
+        assert content == text
+    spelled = len(calls) * '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert sorted("".join((content + spelled).split())) == sorted("".join(text.split()))

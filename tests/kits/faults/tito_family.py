@@ -4,7 +4,8 @@ import dataclasses
 import json
 
 from miles_core.errors import SessionError
-from miles_core.session.hermes import inline_calls, inline_tools, parse_tool_calls
+from miles_core.kinds.tito_family import Delta
+from miles_core.session.hermes import HermesParser, inline_calls, inline_tools, parse_tool_calls
 from miles_core.testing.tito_family import TitoFamilyConformance
 from miles_core.types import Message, ToolCall
 
@@ -44,6 +45,29 @@ class Sound:
             ids.pop()
         content, calls = parse_tool_calls(self.tokenizer.decode(ids))
         return Message(role="assistant", content=content, tool_calls=calls)
+
+    def stream_parser(self):
+        return Late(self) if type(self).parse is not Sound.parse else HermesParser(self.tokenizer, self.stop_token_ids)
+
+
+class Late:
+    """Streams what `parse` makes of the turn so far, so that a fault of `parse` is one of the stream too."""
+
+    def __init__(self, family):
+        self.family, self.ids, self.said = family, [], ""
+
+    def feed(self, output_ids):
+        self.ids += output_ids
+        said = self.family.parse(self.ids).content.rstrip()
+        if not said.isascii() or "<" in said:
+            return []
+        new, self.said = said[len(self.said) :], said
+        return [Delta(content=new)]
+
+    def finish(self):
+        found = self.family.parse(self.ids)
+        rest = found.content[len(self.said) :]
+        return [Delta(content=rest, reasoning=found.reasoning or "", tool_calls=found.tool_calls)]
 
 
 class Faulty(TitoFamilyConformance):
@@ -178,6 +202,7 @@ class TestRaisesOnBrokenCalls(Faulty):
     caught_by = {
         "test_broken_tool_calls_stay_in_the_content": "JSONDecodeError",
         "test_parsing_never_raises": "JSONDecodeError",
+        "test_what_is_streamed_is_what_is_parsed": "JSONDecodeError",
     }
 
 
@@ -221,6 +246,7 @@ class TestHasNoStopToken(Faulty):
                 "test_only_appended_messages_are_encoded",
                 "test_a_row_depends_on_its_arguments_alone",
                 "test_plain_text_comes_back",
+                "test_what_is_streamed_is_what_is_parsed",
                 "test_tool_calls_are_read_to_the_character",
                 "test_broken_tool_calls_stay_in_the_content",
             ),
@@ -236,3 +262,34 @@ class TestClaimsWithTheTokenItself(Faulty):
             return tokenizer.token_id("<|im_end|>")
 
     caught_by = {"test_a_claim_is_a_bool": "a int"}
+
+
+class TestStreamsTagsAsText(Faulty):
+    class family(Sound):
+        def stream_parser(self):
+            parser, text = HermesParser(self.tokenizer, self.stop_token_ids), self.tokenizer.text_stream()
+            parser.feed = lambda ids: [Delta(content=text.push(ids))]
+            parser.finish = lambda: [Delta(content=text.flush())]
+            return parser
+
+    caught_by = {"test_what_is_streamed_is_what_is_parsed": "was streamed as"}
+
+
+class TestStreamsBytesOfHalfACharacter(Faulty):
+    class family(Sound):
+        def stream_parser(self):
+            parser = HermesParser(self.tokenizer, self.stop_token_ids)
+            parser._text.push = self.tokenizer.decode
+            return parser
+
+    caught_by = {"test_what_is_streamed_is_what_is_parsed": "was streamed as"}
+
+
+class TestStreamsNothingBeforeTheEnd(Faulty):
+    class family(Sound):
+        def stream_parser(self):
+            late = Late(self)
+            late.feed = lambda ids: late.ids.extend(ids) or []
+            return late
+
+    caught_by = {"test_text_is_streamed_while_it_is_sampled": "gave out nothing"}

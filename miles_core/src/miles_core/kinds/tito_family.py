@@ -2,11 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from miles_core.tokenizer import ChatTokenizer
-from miles_core.types import Message, Tool
+from miles_core.types import Message, Tool, ToolCall
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delta:
+    """A piece of an assistant message that became certain while its tokens are still being sampled."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    """Whole calls: text is a call only once it is well-formed, since a broken one stays in the content."""
+
+
+class StreamParser(Protocol):
+    """Parses one assistant turn while it is sampled. The deltas joined are `TitoFamily.parse` of all ids, however the
+    ids were cut: what could still become something else (half a character, half a tag, white space that a later call
+    would swallow) is held back. Never raises, as `parse`."""
+
+    def feed(self, output_ids: Sequence[int]) -> list[Delta]:
+        """The next sampled ids; what they made certain, in order. Empty deltas are left out."""
+        ...
+
+    def finish(self) -> list[Delta]:
+        """What was held back; called once, after the last ids."""
+        ...
+
+
+def joined(deltas: Iterable[Delta]) -> Message:
+    """The assistant message that the deltas spell."""
+    parts = list(deltas)
+    return Message(
+        role="assistant",
+        content="".join(part.content for part in parts),
+        reasoning="".join(part.reasoning for part in parts) or None,
+        tool_calls=tuple(call for part in parts for call in part.tool_calls),
+    )
 
 
 class TitoFamily(Protocol):
@@ -48,4 +84,8 @@ class TitoFamily(Protocol):
     def parse(self, output_ids: Sequence[int]) -> Message:
         """The assistant message the sampled ids spell: content, reasoning, tool calls. Never raises: unparsable tool
         calls stay in the content."""
+        ...
+
+    def stream_parser(self) -> StreamParser:
+        """A fresh parser for one turn, for clients that read along."""
         ...

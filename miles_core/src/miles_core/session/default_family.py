@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_core.errors import DataError, SessionError
+from miles_core.kinds.tito_family import StreamParser
 from miles_core.session import probe
-from miles_core.session.hermes import inline_calls, inline_tools, parse_tool_calls
+from miles_core.session.hermes import HermesParser, inline_calls, inline_tools, parse_tool_calls
 from miles_core.session.suffix import appended_ids
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
@@ -82,6 +83,9 @@ class DefaultFamily:
             ids.pop()
         content, calls = parse_tool_calls(self.tokenizer.decode(ids))
         return Message(role="assistant", content=content, tool_calls=calls)
+
+    def stream_parser(self) -> StreamParser:
+        return HermesParser(self.tokenizer, self.stop_token_ids)
 
     def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages if self._shows_calls else inline_calls(messages)

@@ -11,6 +11,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
+from miles_core.kinds.tito_family import Delta, joined
+from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool, ToolCall
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -22,24 +24,110 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
     """Split an assistant turn's text into what was said and what was called.
 
     Returns:
-        The text without the well-formed calls (stripped when there are any, otherwise untouched), and the calls,
-        numbered ``call_0``, ``call_1``, ... within the turn.
+        The text without the well-formed calls, and the calls, numbered ``call_0``, ``call_1``, ... within the turn.
+        In a turn with calls, white space at its end and before its first text is left out; otherwise the text is
+        untouched.
     """
-    calls: list[ToolCall] = []
-    kept: list[str] = []
-    end = close = 0
-    # From closing tag to closing tag, so that a model stuck on opening tags costs linear time.
-    while (close := text.find(_CLOSE, close)) >= 0:
-        start = text.rfind(_OPEN, end, close)
-        call = None if start < 0 else _call(text[start + len(_OPEN) : close], f"call_{len(calls)}")
-        close += len(_CLOSE)
-        if call is not None:
-            kept.append(text[end:start])
-            calls.append(call)
-            end = close
-    if not calls:
-        return text, ()
-    return "".join([*kept, text[end:]]).strip(), tuple(calls)
+    stream = HermesStream()
+    message = joined([*stream.feed(text), *stream.finish()])
+    return message.content, message.tool_calls
+
+
+class HermesStream:
+    """The same while the text still grows; `feed` and `finish` as in `kinds.tito_family.StreamParser`, but of text."""
+
+    def __init__(self) -> None:
+        self._held = ""
+        """A block from its last opening tag on, which may become a call; outside a block a part of that tag."""
+        self._seen = 0
+        """No closing tag, and no second opening tag, begins before this position of a held block; 0 is outside."""
+        self._space = ""
+        """White space after what was given out; a call or the end may swallow it."""
+        self._said = False
+        self._calls = 0
+
+    def feed(self, text: str) -> list[Delta]:
+        self._held += text
+        found: list[Delta] = []
+        while self._block(found) if self._seen else self._outside(found):
+            pass
+        return found
+
+    def finish(self) -> list[Delta]:
+        found: list[Delta] = []
+        self._say(self._held, found)
+        if self._space and not self._calls:
+            found.append(Delta(content=self._space))
+        self._held = self._space = ""
+        return found
+
+    def _outside(self, found: list[Delta]) -> bool:
+        """Give out text up to the next opening tag; whether there is one."""
+        start = self._held.find(_OPEN)
+        if start < 0:
+            start = len(self._held) - _overlap(self._held)
+        else:
+            self._seen = len(_OPEN)
+        self._say(self._held[:start], found)
+        self._held = self._held[start:]
+        return self._seen > 0
+
+    def _block(self, found: list[Delta]) -> bool:
+        """Look at the next closing tag of a held block; whether there is one."""
+        # From closing tag to closing tag, so that a model stuck on opening tags costs linear time.
+        close = self._held.find(_CLOSE, self._seen)
+        start = self._held.rfind(_OPEN, self._seen, len(self._held) if close < 0 else close)
+        if start > 0:
+            self._say(self._held[:start], found)
+            self._held = self._held[start:]
+            self._seen, close = len(_OPEN), max(close - start, -1)
+        if close < 0:
+            self._seen = max(self._seen, len(self._held) - len(_CLOSE) + 1)
+            return False
+        end = close + len(_CLOSE)
+        call = _call(self._held[len(_OPEN) : close], f"call_{self._calls}")
+        if call is None:
+            self._seen = end
+            return True
+        self._calls += 1
+        self._space = self._space if self._said else ""
+        self._held, self._seen = self._held[end:], 0
+        found.append(Delta(tool_calls=(call,)))
+        return True
+
+    def _say(self, text: str, found: list[Delta]) -> None:
+        text = self._space + text
+        if self._calls and not self._said:
+            text = text.lstrip()
+        certain = text.rstrip()
+        self._space = text[len(certain) :]
+        if certain:
+            self._said = True
+            found.append(Delta(content=certain))
+
+
+def _overlap(text: str) -> int:
+    """Length of the longest end of `text` that an opening tag begins with."""
+    return next((size for size in range(len(_OPEN) - 1, 0, -1) if text.endswith(_OPEN[:size])), 0)
+
+
+class HermesParser:
+    """`kinds.tito_family.StreamParser` for families whose models write Hermes blocks and no reasoning."""
+
+    def __init__(self, tokenizer: ChatTokenizer, stop_token_ids: frozenset[int]) -> None:
+        self._text = tokenizer.text_stream()
+        self._calls = HermesStream()
+        self._stops = stop_token_ids
+        self._stop: list[int] = []
+        """A stop token that may be the last, which is not text."""
+
+    def feed(self, output_ids: Sequence[int]) -> list[Delta]:
+        ids = [*self._stop, *output_ids]
+        self._stop = [ids.pop()] if ids and ids[-1] in self._stops else []
+        return self._calls.feed(self._text.push(ids))
+
+    def finish(self) -> list[Delta]:
+        return [*self._calls.feed(self._text.flush()), *self._calls.finish()]
 
 
 def spell_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:

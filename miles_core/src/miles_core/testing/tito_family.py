@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 
 from miles_core.errors import MilesError, SessionError
-from miles_core.kinds.tito_family import TitoFamily
+from miles_core.kinds.tito_family import TitoFamily, joined
 from miles_core.testing.tiny import write_tiny_tokenizer
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool, ToolCall
@@ -190,6 +190,26 @@ class TitoFamilyConformance:
         family = self._family(tmp_path)
         found = family.parse([*family.tokenizer.encode(text), self._stop(family)])
         assert found == Message(role="assistant", content=text), f"the broken call {text!r} was read as {found}"
+
+    @pytest.mark.parametrize("size", [1, 2, 7])
+    def test_what_is_streamed_is_what_is_parsed(self, size: int, tmp_path: Path) -> None:
+        family, draw = self._family(tmp_path), random.Random(size)
+        call, broken = self.spell_call("add", '{"a": "é"}') or "", self.spell_call("add", '{"a": ') or ""
+        texts = [*TEXTS, *(a + call + b + broken + c for a in TEXTS[:4] for b in (" ", "\n", "x") for c in ("", call))]
+        rows = [[*family.tokenizer.encode(text), *stop] for text in texts for stop in ([], [self._stop(family)])]
+        rows += [[draw.randrange(family.tokenizer.vocab_size) for _ in range(12)] for _ in range(50)]
+        for row in rows:
+            parser = family.stream_parser()
+            deltas = [delta for at in range(0, len(row), size) for delta in parser.feed(row[at : at + size])]
+            found, expected = joined([*deltas, *parser.finish()]), family.parse(row)
+            expected = replace(expected, reasoning=expected.reasoning or None)
+            assert found == expected, f"{family.tokenizer.decode(row)!r} was streamed as {found}, parsed as {expected}"
+
+    def test_text_is_streamed_while_it_is_sampled(self, tmp_path: Path) -> None:
+        family = self._family(tmp_path)
+        parser, ids = family.stream_parser(), family.tokenizer.encode("one two three four five six")
+        early = joined(delta for index in ids[: len(ids) // 2] for delta in parser.feed([index]))
+        assert early.content or early.reasoning, "half of a plain text was sampled, and the stream gave out nothing"
 
     # --- private ------------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_core.errors import DataError, SessionError
-from miles_core.session.hermes import parse_tool_calls
+from miles_core.kinds.tito_family import StreamParser
+from miles_core.session.hermes import HermesParser, parse_tool_calls
 from miles_core.session.suffix import appended_ids
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
@@ -85,6 +86,9 @@ class ChatMLFamily:
             ids.pop()
         content, calls = parse_tool_calls(self.tokenizer.decode(ids))
         return Message(role="assistant", content=content, tool_calls=calls)
+
+    def stream_parser(self) -> StreamParser:
+        return HermesParser(self.tokenizer, self.stop_token_ids)
 
     def _native(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
         """Whether the checkpoint's template is ChatML and shows all that these messages hold."""
