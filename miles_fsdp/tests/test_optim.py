@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from miles_core.kinds.backend import OptimizerSettings
-from miles_fsdp.optim import Optimizer, clip, decays, grad_norm, learning_rate, nonfinite
+from miles_core.trainer.schedule import decays, learning_rate
+from miles_fsdp.optim import Optimizer, clip, grad_norm, nonfinite
 
 SETTINGS = OptimizerSettings(
     lr=2.0,

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from miles_core.errors import ConfigError, PluginError
 from miles_core.testing.backend_oracle import example_batch
 from miles_core.testing.tiny import make_tiny_model
+from miles_core.trainer.packing import lay_out, scored_positions
 from miles_fsdp.model import PackedScorer, load_model
-from miles_fsdp.packing import lay_out, pack, packed_attention, scored_positions
+from miles_fsdp.packing import pack, packed_attention
 from miles_fsdp.probe import check_packing
 
 CPU = torch.device("cpu")

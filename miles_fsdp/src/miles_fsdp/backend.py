@@ -21,15 +21,17 @@ from miles_core.batching import plan_micro_batches
 from miles_core.errors import ConfigError, ContractError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, StepMetrics
 from miles_core.kinds.loss import Loss
+from miles_core.trainer.folder import write_folder
+from miles_core.trainer.objective import RankReport, Sums, combine, micro_batch_loss
+from miles_core.trainer.packing import scored_positions
 from miles_core.types import Float32, TrainBatch, WeightBucket
 from miles_fsdp import checkpoint, optim
-from miles_fsdp.export import Exporter, write_folder
+from miles_fsdp.export import Exporter
 from miles_fsdp.mesh import PlainWeights, ShardedWeights, Weights, build_mesh, shard_size
 from miles_fsdp.model import LoadedModel, PackedScorer, checkpoint_dtype, checkpoint_layers, load_model
-from miles_fsdp.objective import RankReport, Sums, combine, micro_batch_loss
 from miles_fsdp.offload import Offloader
 from miles_fsdp.options import FsdpOptions
-from miles_fsdp.packing import pack, scored_positions
+from miles_fsdp.packing import pack
 from miles_fsdp.probe import check_packing
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -233,7 +235,7 @@ class FsdpBackend:
         """See `Backend.save_hf`."""
         write_folder(
             self.export(0),
-            self._exporter,
+            self._exporter.described(),
             directory,
             model_path=self._context.model_path,
             writes=self._context.rank == 0,

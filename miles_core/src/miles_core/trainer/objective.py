@@ -17,8 +17,8 @@ from miles_core.algorithms import kl
 from miles_core.errors import ContractError, PluginError
 from miles_core.kinds.backend import LossSettings
 from miles_core.kinds.loss import Loss, LossInputs
+from miles_core.trainer.packing import scored_positions
 from miles_core.types import Float32, TrainBatch
-from miles_fsdp.packing import scored_positions
 
 
 class Sums:
