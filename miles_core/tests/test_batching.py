@@ -16,6 +16,7 @@ from miles_core import batching
 from miles_core.algorithms import advantages, corrections
 from miles_core.errors import ContractError, PluginError, RunError
 from miles_core.kinds.advantage import AdvantageInputs
+from miles_core.routing.codec import recorded_rows
 from miles_core.types import (
     Boundary,
     Failure,
@@ -113,9 +114,10 @@ def test_routes_reach_the_batch_beside_their_tokens() -> None:
     assert (batch.routes[4:6] == routes(3)).all()
 
 
-def test_routes_on_some_rows_only_are_refused() -> None:
-    with pytest.raises(ContractError, match="routes"):
-        batching.pack([group(trajectory(routes=routes(4)), trajectory(session_id="bare"))])
+def test_a_row_without_routes_is_unrecorded_and_nothing_is_made_up() -> None:
+    batch = batching.pack([group(trajectory(4, routes=routes(4)), trajectory(session_id="bare"))])
+    assert batch.routes is not None
+    assert recorded_rows(batch.routes).tolist() == [True] * 3 + [False] * (batch.num_tokens - 3)
 
 
 def test_routes_of_two_shapes_are_refused() -> None:

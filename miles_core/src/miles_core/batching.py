@@ -17,6 +17,8 @@ import numpy as np
 
 from miles_core.algorithms.reductions import token_weights
 from miles_core.errors import ContractError, PluginError, RunError
+from miles_core.routing import codec
+from miles_core.routing.codec import Routes
 from miles_core.types import Float32, Group, Int64, TrainBatch, Trajectory
 
 if TYPE_CHECKING:
@@ -117,22 +119,23 @@ def _versions(row: Trajectory) -> Int64:
     return versions
 
 
-def _routes(trajectories: Sequence[Trajectory]) -> Any:
-    """[N, L, K] or None. Rows have T - 1 entries: the last token of a sequence is never an input."""
+def _routes(trajectories: Sequence[Trajectory]) -> Routes | None:
+    """[N, L, K], or None when no trajectory has any. What a trajectory lacks is `UNRECORDED`, never made up."""
     with_routes = [row.routes for row in trajectories if row.routes is not None]
     if not with_routes:
         return None
     shapes = {routes.shape[1:] for routes in with_routes}
-    if len(with_routes) < len(trajectories) or len(shapes) > 1:
-        missing = [row.session_id for row in trajectories if row.routes is None]
+    if len(shapes) > 1:
         raise ContractError(
-            "routes contract: `routes` cannot reach the batch whole",
-            expected="routes of one [layers, experts] shape on every trajectory, or on none",
-            found=f"{len(with_routes)} of {len(trajectories)} with routes, shapes {sorted(shapes)}",
-            where="without: " + ", ".join(map(repr, missing[:5])) if missing else None,
-            do="report the engine; a partly replayed batch is worse than none",
+            "routes contract: trajectories of one batch have routes of different shapes",
+            expected="one [layers, experts] shape",
+            found=f"shapes {sorted(shapes)}",
+            do="report the engines; do they serve one checkpoint?",
         )
-    return np.concatenate([np.concatenate([routes, np.zeros_like(routes[:1])]) for routes in with_routes])
+    dtype = np.result_type(*with_routes)
+    empty = np.empty((0, *shapes.pop()), dtype=dtype)
+    rows = [codec.pad(empty if row.routes is None else row.routes.astype(dtype), row.length) for row in trajectories]
+    return np.concatenate(rows)
 
 
 # --- filling the batch ------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +25,13 @@ Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
 Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
+
+RouteMode = Literal["off", "record", "replay"]
+"""What a run does with the experts of MoE layers: nothing; record them in the engine and count where the trainer's own
+choice differs; or also force them in the trainer (R3)."""
+
+UNRECORDED = -1
+"""Fills the routes of a position that nobody recorded: all L x K of it. The trainer takes its own experts there."""
 
 
 # --- conversation ---------------------------------------------------------------------------------------------------
@@ -162,7 +169,9 @@ class Trajectory:
     failure: Failure | None = None
     reward: float | None = None
     routes: npt.NDArray[np.integer[Any]] | None = None
-    """int16 or int32 [T-1, L, K], or None where the engine records none."""
+    """int16 or int32 [T-1, L, K]: the experts that the token at each position was sent to, in each MoE layer in order
+    of depth (dense layers have no column), in the router's own order. Rows of `UNRECORDED` where the engine recorded
+    none, as behind an aborted turn. None where it records nothing at all. See `routing.codec`."""
     messages: tuple[Message, ...] = ()
     """The whole conversation, prompt included."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
@@ -276,7 +285,10 @@ class TrainBatch:
     values: Float32 | None = None
     """[N] critic's values."""
     routes: npt.NDArray[np.integer[Any]] | None = None
-    """[N, L, K]; the row of a sequence's last token is unused."""
+    """[N, L, K] int16 or int32, as in `Trajectory.routes`. At position i token i is the router's input; it acts
+    on the log-prob of token i + 1; the row of a sequence's last token is `UNRECORDED`, since no log-prob depends on it.
+    `BackendContext.routes` says what a backend does with them, in every forward pass of the policy, with or without
+    gradient; the reference model always takes its own choice."""
 
     @property
     def num_sequences(self) -> int:

@@ -14,11 +14,13 @@ from miles_core.registry import Entry, Registry, discover
 
 STAND_INS: dict[str, list[Capability]] = {
     "backend": [
-        Capability(name="fsdp", summary="", load="x:X", provides=frozenset({"multi-rank", "reference-model"})),
+        Capability(
+            name="fsdp", summary="", load="x:X", provides=frozenset({"multi-rank", "reference-model", "replays-routes"})
+        ),
         Capability(name="plain", summary="", load="x:X"),
     ],
     "engine": [
-        Capability(name="local", summary="", load="x:X", provides=frozenset({"verifies-weights"})),
+        Capability(name="local", summary="", load="x:X", provides=frozenset({"verifies-weights", "records-routes"})),
         Capability(name="mute", summary="", load="x:X"),
     ],
     "transport": [
@@ -67,7 +69,7 @@ def registry() -> Registry:
     return Registry(plugins=found.plugins, capabilities=(*found.capabilities, *more, missing))
 
 
-def write_model(folder: Path, *, context_length: int = 1024) -> Path:
+def write_model(folder: Path, *, context_length: int = 1024, experts: int | None = None) -> Path:
     """A Hugging Face folder as far as validation looks: config, weights' header, tokenizer, chat template."""
     folder.mkdir(parents=True)
     config = {
@@ -79,6 +81,8 @@ def write_model(folder: Path, *, context_length: int = 1024) -> Path:
         "vocab_size": 10,
         "max_position_embeddings": context_length,
     }
+    if experts is not None:
+        config["num_experts"] = experts
     (folder / "config.json").write_text(json.dumps(config))
     header = json.dumps(
         {
@@ -95,8 +99,9 @@ def write_model(folder: Path, *, context_length: int = 1024) -> Path:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with `model`, `train.jsonl`, `heldout.jsonl` and `score.py` in it."""
+    """The current folder, with `model`, `moe`, `train.jsonl`, `heldout.jsonl` and `score.py` in it."""
     write_model(tmp_path / "model")
+    write_model(tmp_path / "moe", experts=4)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1"}\n')
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "1 + 2"}\n')
     (tmp_path / "score.py").write_text("def score(scored):\n    return 1.0\n")

@@ -10,7 +10,8 @@ import pytest
 
 from miles_core.contracts import logprobs, routes
 from miles_core.contracts.report import Verdict
-from miles_core.types import TrainBatch
+from miles_core.kinds.backend import RouteCounts
+from miles_core.types import RouteMode, TrainBatch
 
 
 def batch(**changes: Any) -> TrainBatch:
@@ -98,17 +99,19 @@ def test_dense_models_have_no_routes_to_agree_on() -> None:
 
 
 def test_unused_rows_of_last_tokens_do_not_count() -> None:
-    report = routes.check(batch(routes=SOUND), num_experts=8, replayed=True)
+    report = routes.check(batch(routes=SOUND), num_experts=8, mode="replay")
     assert report.status is Verdict.OK
-    assert report.metrics == {"contract/routes/coverage": 1.0}
+    assert report.metrics == {"contract/routes/coverage": 1.0, "contract/routes/unrecorded_tokens": 0.0}
 
 
 def test_replay_that_nobody_recorded_is_broken_and_without_replay_unavailable() -> None:
-    assert routes.check(batch(), num_experts=8, replayed=True).status is Verdict.BROKEN
+    assert routes.check(batch(), num_experts=8, mode="replay").status is Verdict.BROKEN
     assert routes.check(batch(), num_experts=8).status is Verdict.UNAVAILABLE
 
 
-@pytest.mark.parametrize(("pair", "says"), [((2, 8), "outside"), ((-1, 2), "outside"), ((3, 3), "twice")])
+@pytest.mark.parametrize(
+    ("pair", "says"), [((2, 8), "outside"), ((-2, 2), "outside"), ((-1, 2), "outside"), ((3, 3), "twice")]
+)
 def test_impossible_experts_are_broken(pair: tuple[int, int], says: str) -> None:
     damaged = SOUND.copy()
     damaged[4, 0] = pair
@@ -117,3 +120,25 @@ def test_impossible_experts_are_broken(pair: tuple[int, int], says: str) -> None
     assert report.metrics["contract/routes/coverage"] == 0.75
     assert report.offenders[0].startswith("sequence 1, token 1:")
     assert says in report.offenders[0]
+
+
+def test_unrecorded_rows_are_counted_and_break_nothing() -> None:
+    partly = SOUND.copy()
+    partly[[1, 5]] = -1
+    report = routes.check(batch(routes=partly), num_experts=8, mode="replay")
+    assert report.status is Verdict.OK
+    assert report.metrics == {"contract/routes/coverage": 0.75, "contract/routes/unrecorded_tokens": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("mode", "used", "verdict"),
+    [("replay", 0, "ok"), ("replay", 1, "broken"), ("record", 10, "ok"), ("record", 40, "broken")],
+)
+def test_other_experts_break_replay_at_once_and_recording_when_they_are_many(
+    mode: RouteMode, used: int, verdict: str
+) -> None:
+    counts = RouteCounts(recorded=100, unrecorded=3, own_differs=40, used_differs=used)
+    report = routes.check(batch(routes=SOUND), num_experts=8, mode=mode, counts=counts)
+    assert report.status == verdict
+    assert report.metrics["contract/routes/different_fraction"] == used / 100
+    assert report.metrics["contract/routes/own_different_fraction"] == 0.4

@@ -15,7 +15,7 @@ from miles_core.session.matching import loose_tool_call, role_content_only
 from miles_core.session.seeds import turn_seed
 from miles_core.testing.tiny import IM_END
 from miles_core.tokenizer import ChatTokenizer
-from miles_core.types import FinishReason, Message, Status, ToolCall
+from miles_core.types import UNRECORDED, FinishReason, Message, Status, ToolCall
 
 Open = Callable[..., LinearSession]
 U1, U2, U3 = (Message(role="user", content=text) for text in ("one", "two", "three"))
@@ -447,6 +447,39 @@ async def test_a_family_that_tokenizes_the_prefix_again_is_caught(
 # --- routes -----------------------------------------------------------------------------------------------------------
 
 
+async def test_routes_recorded_first_stay_when_a_later_turn_recomputes_them(
+    open_session: Open, engine: Any, make_chunk: Callable[..., Any]
+) -> None:
+    session = open_session(routes=True)
+    first = len(session.prepare([U1]).prompt_ids) + 2
+    engine.replies = [[make_chunk([9, IM_END], routes=np.full((first - 1, 2, 4), 1, np.int16))]]
+    answer = await session.complete([U1])
+    second = len(session.prepare([U1, answer.message, U2]).prompt_ids) + 2
+    engine.replies = [[make_chunk([9, IM_END], routes=np.full((second - 1, 2, 4), 2, np.int16))]]
+    await session.complete([U1, answer.message, U2])
+    found = assemble(session, prompt_id="p").routes
+    assert found is not None
+    assert found.shape == (second - 1, 2, 4)
+    assert (found[: first - 1] == 1).all()
+    assert (found[first - 1 :] == 2).all()
+
+
+async def test_a_turn_without_routes_leaves_its_rows_unrecorded(
+    open_session: Open, engine: Any, make_chunk: Callable[..., Any]
+) -> None:
+    session = open_session(routes=True)
+    first = len(session.prepare([U1]).prompt_ids) + 2
+    engine.replies = [[make_chunk([9, IM_END], routes=np.full((first - 1, 2, 4), 1, np.int16))]]
+    answer = await session.complete([U1])
+    engine.replies = [[make_chunk([9], finish=FinishReason.ABORT)]]
+    await session.complete([U1, answer.message, U2])
+    found = assemble(session, prompt_id="p").routes
+    assert found is not None
+    assert found.shape[0] == len(session.row) - 1
+    assert (found[: first - 1] == 1).all()
+    assert (found[first - 1 :] == UNRECORDED).all()
+
+
 async def test_routes_cover_the_row_of_the_latest_turn(
     open_session: Open, engine: Any, make_chunk: Callable[..., Any]
 ) -> None:
@@ -456,6 +489,6 @@ async def test_routes_cover_the_row_of_the_latest_turn(
     engine.replies = [[make_chunk([9, IM_END], routes=routes)], [make_chunk([9, IM_END], routes=routes)]]
     answer = await session.complete([U1])
     assert engine.requests[0].routes
-    assert assemble(session, prompt_id="p").routes is routes
+    np.testing.assert_array_equal(assemble(session, prompt_id="p").routes, routes)
     with pytest.raises(EngineError, match="routes are on but do not cover the row"):
         await session.complete([U1, answer.message, U2])

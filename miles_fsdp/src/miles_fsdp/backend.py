@@ -19,7 +19,7 @@ from torch import Tensor
 
 from miles_core.batching import plan_micro_batches
 from miles_core.errors import ConfigError, ContractError, DataError, RunError
-from miles_core.kinds.backend import BackendContext, StepMetrics
+from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
 from miles_core.kinds.loss import Loss
 from miles_core.trainer.folder import write_folder
 from miles_core.trainer.objective import RankReport, Sums, combine, micro_batch_loss
@@ -140,6 +140,10 @@ class FsdpBackend:
         if self._mesh is not None:
             dist.all_reduce(result)  # each token was scored by one rank, the others hold 0
         return np.asarray(result.cpu().numpy(), dtype=np.float32)
+
+    def route_counts(self) -> RouteCounts | None:
+        """See `Backend.route_counts`."""
+        return None
 
     # --- training -----------------------------------------------------------------------------------------------------
 

@@ -195,6 +195,24 @@ def _context_limit(s: Setup) -> str | None:
     return None
 
 
+def _routes_of_dense(s: Setup) -> str | None:
+    if s.spec.rollout.routes != "off" and s.model is not None and s.model.experts is None:
+        return f"{s.model.architecture} is dense: it has no experts to record or replay"
+    return None
+
+
+def _routes_recorded(s: Setup) -> str | None:
+    if s.spec.rollout.routes != "off" and not s.provides("engine", "records-routes"):
+        return f"the engine `{s.spec.engine.use}` does not record experts"
+    return None
+
+
+def _routes_replayed(s: Setup) -> str | None:
+    if s.spec.rollout.routes != "off" and not s.provides("backend", "replays-routes"):
+        return f"the backend `{s.spec.backend.use}` can neither compare nor replay experts"
+    return None
+
+
 CHECKS: tuple[Check, ...] = (
     Check(
         id="MIL101",
@@ -300,6 +318,30 @@ CHECKS: tuple[Check, ...] = (
         find=_verifies,
         do="set check_weight_update_equal: false, or pick an engine that provides `verifies-weights`",
         kinds=("engine",),
+    ),
+    Check(
+        id="MIL503",
+        about="Routes belong to models with experts.",
+        path="rollout.routes",
+        find=_routes_of_dense,
+        do="set rollout.routes: off",
+        reads=("model",),
+    ),
+    Check(
+        id="MIL504",
+        about="Routes need an engine that records them.",
+        path="rollout.routes",
+        find=_routes_recorded,
+        do="set rollout.routes: off, or pick an engine that provides `records-routes`",
+        kinds=("engine",),
+    ),
+    Check(
+        id="MIL505",
+        about="Routes need a backend that compares and replays them.",
+        path="rollout.routes",
+        find=_routes_replayed,
+        do="set rollout.routes: off, or pick a backend that provides `replays-routes`",
+        kinds=("backend",),
     ),
     Check(
         id="MIL601",

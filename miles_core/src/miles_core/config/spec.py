@@ -128,6 +128,9 @@ class RolloutSpec(Section):
     """Deadline of one reward call; its worker process is killed then."""
     reward_workers: PositiveInt = 2
     """Processes that compute rewards."""
+    routes: Literal["off", "record", "replay"] = "off"
+    """Experts of MoE layers: record has the engine return them and the trainer count where its own choice differs;
+    replay also has the trainer use the recorded ones (R3)."""
     max_concurrent: PositiveInt = 256
     """Trajectories in flight at most."""
     constant_reward_alarm_steps: NonNegativeInt = 5

@@ -147,6 +147,7 @@ def _episodes(
         family,
         load_target(resolved.one["matcher"].capability.load),
         context_length=_context_length(spec.model.context_length, model.context_length),
+        routes=spec.rollout.routes != "off",
     )
     return Episodes(
         environment=environment,

@@ -36,6 +36,7 @@ def trainer_spec(run: ResolvedRun, device: Device) -> TrainerSpec:
         optimizer=_optimizer(run),
         loss=_loss(run),
         reference=spec.objective.kl_coef > 0,
+        routes=spec.rollout.routes,
     )
 
 
@@ -49,6 +50,7 @@ def engine_spec(run: ResolvedRun, device: Device) -> EngineSpec:
         context_length=spec.model.context_length,
         device=device,
         seed=spec.seed,
+        routes=spec.rollout.routes != "off",
     )
 
 

@@ -11,7 +11,7 @@ from miles_core.contracts.report import Report, Verdict
 from miles_core.driver import checkpoint
 from miles_core.driver.run import Run
 from miles_core.errors import ContractError
-from miles_core.kinds.backend import StepMetrics
+from miles_core.kinds.backend import RouteCounts, StepMetrics
 from miles_core.rollout.evaluate import evaluate
 from miles_core.rollout.scheduler import Collected, collect
 from miles_core.types import TrainBatch
@@ -24,7 +24,7 @@ async def rollout_and_update(run: Run, step: int) -> dict[str, float]:
     """Collect a batch, check the contracts on it, train on it; the step's metrics."""
     collected = await _collect(run, step)
     batch = await _prepare(run, collected, step)
-    reports = check_contracts(run, collected, batch, version=step - 1)
+    reports = check_contracts(run, collected, batch, version=step - 1, counts=await _route_counts(run))
     metrics = await _update(run, batch, step)
     run.recorder.contracts(step, reports)
     run.recorder.rollouts(step, collected.groups, batch)
@@ -83,8 +83,14 @@ async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None
     progress()
 
 
-def check_contracts(run: Run, collected: Collected, batch: TrainBatch, *, version: int) -> list[Report]:
+def check_contracts(
+    run: Run, collected: Collected, batch: TrainBatch, *, version: int, counts: RouteCounts | None
+) -> list[Report]:
     """All four contracts on the batch the update will see.
+
+    Args:
+        version: Weight version that sampled the batch.
+        counts: Routes that the trainer compared while it scored the batch.
 
     Raises:
         ContractError: tokens or versions are broken. Training on would optimise trajectories nobody generated.
@@ -92,7 +98,7 @@ def check_contracts(run: Run, collected: Collected, batch: TrainBatch, *, versio
     old_is_rollout = run.spec.objective.old_logprobs == "rollout"
     reports = [
         tokens.check(collected.groups, batch),
-        routes.check(batch, num_experts=run.num_experts),
+        routes.check(batch, num_experts=run.num_experts, mode=run.spec.rollout.routes, counts=counts),
         logprobs.check(batch, old_is_rollout=old_is_rollout),
         versions.check(collected.groups, current_version=version, max_staleness=0),
     ]
@@ -144,6 +150,13 @@ async def _prepare(run: Run, collected: Collected, step: int) -> TrainBatch:
             batch = batching.with_ref_logprobs(batch, await run.trainer.log_probs(batch, model="reference"))
     progress()
     return batch
+
+
+async def _route_counts(run: Run) -> RouteCounts | None:
+    """What the scoring pass of `_prepare` counted; None when there was none."""
+    if run.spec.rollout.routes == "off" or run.spec.objective.old_logprobs == "rollout":
+        return None
+    return await run.trainer.route_counts()
 
 
 async def _update(run: Run, batch: TrainBatch, step: int) -> dict[str, float]:

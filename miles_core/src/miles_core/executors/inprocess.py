@@ -16,7 +16,7 @@ from typing import Any, Literal, cast
 
 from miles_core.errors import ConfigError, RunError
 from miles_core.executors.rank import RankHost, device_of, located
-from miles_core.kinds.backend import StepMetrics
+from miles_core.kinds.backend import RouteCounts, StepMetrics
 from miles_core.kinds.engine import Engine, EngineContext
 from miles_core.kinds.executor import EngineSpec, TrainerSpec
 from miles_core.kinds.transport import Sender
@@ -42,6 +42,9 @@ class InProcessTrainer:
 
     async def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32:
         return cast(Float32, await self._run("log_probs", batch, model=model))
+
+    async def route_counts(self) -> RouteCounts | None:
+        return cast("RouteCounts | None", await self._run("route_counts"))
 
     async def train_step(self, batch: TrainBatch) -> StepMetrics:
         return cast(StepMetrics, await self._run("train_step", batch))
@@ -166,6 +169,7 @@ class InProcessExecutor:
             device=device_of(spec.device),
             seed=spec.seed,
             index=index,
+            routes=spec.routes,
         )
 
 

@@ -21,7 +21,19 @@ from miles_core.types import WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor, name_some
 
 RANK_METHODS = frozenset(
-    {"log_probs", "train_step", "save", "load", "save_hf", "offload", "onload", "open_sender", "send_weights", "close"}
+    {
+        "log_probs",
+        "route_counts",
+        "train_step",
+        "save",
+        "load",
+        "save_hf",
+        "offload",
+        "onload",
+        "open_sender",
+        "send_weights",
+        "close",
+    }
 )
 """What an executor may ask of a rank by name."""
 
@@ -75,6 +87,7 @@ class RankHost:
             optimizer=spec.optimizer,
             loss=spec.loss,
             reference=spec.reference,
+            routes=spec.routes,
         )
         with located(self.where, "starting the backend"):
             self._backend: Backend = load_target(spec.load)(spec.options, context)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from miles_core.types import Float32, TrainBatch, WeightBucket
+from miles_core.types import Float32, RouteMode, TrainBatch, WeightBucket
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +57,26 @@ class BackendContext:
     loss: LossSettings
     reference: bool
     """Keep a frozen copy of the initial policy and answer ``log_probs(..., model="reference")``."""
+    routes: RouteMode = "off"
+    """What the policy's forward passes do with `TrainBatch.routes`: ignore them, count where the own choice differs, or
+    also replay them (tag `replays-routes`). Anything but off needs a model with MoE layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouteCounts:
+    """(position, MoE layer) pairs of one scoring pass, summed over all ranks; a sequence's last position is in none.
+
+    Sets are compared, not orders.
+    """
+
+    recorded: int
+    """Pairs with a record."""
+    unrecorded: int
+    """Pairs without one; they take the trainer's own choice."""
+    own_differs: int
+    """Recorded pairs for which the trainer's own choice, in this very pass, is another set of experts."""
+    used_differs: int
+    """Recorded pairs whose token was sent to another set of experts; 0 under replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,6 +102,11 @@ class Backend(Protocol):
         Without gradient or dropout. 0.0 outside the mask and at each sequence's first token. Complete on rank 0; other
         ranks may return anything of shape [N].
         """
+        ...
+
+    def route_counts(self) -> RouteCounts | None:
+        """Of the latest ``log_probs(batch, model="policy")``; None before one, or with routes off (tag
+        `replays-routes`)."""
         ...
 
     def train_step(self, batch: TrainBatch) -> StepMetrics:

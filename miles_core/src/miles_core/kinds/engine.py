@@ -36,7 +36,8 @@ class Chunk:
     """Version that sampled all tokens of this chunk."""
     finish_reason: FinishReason | None = None
     routes: npt.NDArray[np.integer[Any]] | None = None
-    """Last chunk only: [prompt + output - 1, L, K]."""
+    """Last chunk only: [prompt + output - 1, L, K], see `Trajectory.routes`. A row holds the experts of the pass that
+    computed the position first: preemption and other weights recompute key-values, never recorded rows."""
     cached_tokens: int = 0
     """Last chunk only: prompt tokens whose KV was reused."""
 
@@ -52,6 +53,8 @@ class EngineContext:
     """``cpu`` or ``cuda:0``."""
     seed: int
     index: int = 0
+    routes: bool = False
+    """Requests will ask for routes: an engine that must know beforehand (tag `records-routes`) does here."""
 
 
 class Engine(Protocol):

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from miles_core.kinds.backend import LossSettings, OptimizerSettings, StepMetrics
+from miles_core.kinds.backend import LossSettings, OptimizerSettings, RouteCounts, StepMetrics
 from miles_core.kinds.engine import Engine
 from miles_core.kinds.transport import WeightSource
-from miles_core.types import Float32, TrainBatch
+from miles_core.types import Float32, RouteMode, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +28,7 @@ class TrainerSpec:
     optimizer: OptimizerSettings
     loss: LossSettings
     reference: bool
+    routes: RouteMode = "off"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,12 +40,17 @@ class EngineSpec:
     context_length: int | None
     device: Literal["cpu", "cuda"]
     seed: int
+    routes: bool = False
 
 
 class Trainer(WeightSource, Protocol):
     """All ranks as one object; asynchronous. A failing rank's error is raised with its rank in `where`."""
 
     async def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32: ...
+    async def route_counts(self) -> RouteCounts | None:
+        """Of the latest `log_probs` of the policy."""
+        ...
+
     async def train_step(self, batch: TrainBatch) -> StepMetrics: ...
     async def save(self, directory: Path) -> None: ...
     async def load(self, directory: Path) -> None: ...

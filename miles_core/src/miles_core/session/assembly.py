@@ -37,8 +37,6 @@ def assemble(
     """
     ids, sampled, logprobs = session.row.arrays()
     status, failure = outcome(session, error)
-    # An aborted turn without tokens may leave a row that ends before its routes do.
-    routes = session.routes if session.routes is not None and session.routes.shape[0] == len(ids) - 1 else None
     trajectory = Trajectory(
         prompt_id=prompt_id,
         session_id=session.session_id,
@@ -50,7 +48,7 @@ def assemble(
         temperature=session.params.temperature,
         status=status,
         failure=failure,
-        routes=routes,
+        routes=session.routes,
         messages=session.messages,
         metadata={**_facts(session), **(metadata or {})},
     )

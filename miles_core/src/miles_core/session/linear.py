@@ -16,15 +16,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from miles_core.chat_template import plain
 from miles_core.errors import EngineError, SessionError
 from miles_core.kinds.engine import Engine, GenerateRequest
 from miles_core.kinds.environment import Completion
 from miles_core.kinds.matcher import Matcher
 from miles_core.kinds.tito_family import TitoFamily
+from miles_core.routing.codec import Routes, extend, pad
 from miles_core.session.generation import Output, generate
 from miles_core.session.matching import difference, match_prefix
 from miles_core.session.row import Tail, TokenRow
@@ -102,8 +100,8 @@ class LinearSession:
         self._tools: tuple[Tool, ...] = ()
         self._generations = 0
         self._busy = self._closed = False
-        self.routes: npt.NDArray[np.integer[Any]] | None = None
-        """Of the whole row, as the latest turn returned them."""
+        self.routes: Routes | None = None
+        """Of the row; `routing.codec.extend` says which turn's routes a position keeps."""
         self.failure: Failure | None = None
         """Why the latest engine call failed; None once a later one succeeds."""
         self.overflow: SessionError | None = None
@@ -219,7 +217,7 @@ class LinearSession:
         )
         self._tools = prepared.tools
         self._generations += 1
-        self.routes = output.routes
+        self.routes = self._extended_routes(prepared, output)
         self.cached_tokens += output.cached_tokens
         self.failure = self.overflow = None
         return Completion(message=message, finish_reason=reason, num_tokens=at)
@@ -343,6 +341,13 @@ class LinearSession:
         self.discarded_turns += 1
         self.discarded_tokens += turn.sampled
         self.edited_turns += prepared.edited
+
+    def _extended_routes(self, prepared: Prepared, output: Output) -> Routes | None:
+        """Routes of the row with this turn: of the tokens it shares with the row before, the last one was never an
+        input there."""
+        length = len(prepared.prompt_ids) + len(output.ids)
+        known = extend(self.routes, max(prepared.shared - 1, 0), output.routes)
+        return None if known is None else pad(known, max(length - 1, 0))
 
     def _unique_call_ids(self, message: Message) -> Message:
         """Families number calls within a turn; agents file results by call id over the whole history."""

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from miles_core.errors import EngineError
-from miles_core.kinds.backend import BackendContext, StepMetrics
+from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest
 from miles_core.kinds.transport import Receiver
 from miles_core.types import FinishReason, Float32, NamedTensor, TrainBatch, WeightBucket, WeightManifest
@@ -97,6 +97,11 @@ class RecordingBackend:
     def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32:
         self.calls.append(f"log_probs {model}")
         return np.full(batch.num_tokens, -float(self._context.rank + 1), dtype=np.float32)
+
+    def route_counts(self) -> RouteCounts | None:
+        if self._context.routes == "off":
+            return None
+        return RouteCounts(recorded=self._context.rank + 1, unrecorded=0, own_differs=0, used_differs=0)
 
     def train_step(self, batch: TrainBatch) -> StepMetrics:
         rank, world_size = self._context.rank, self._context.world_size

@@ -71,6 +71,15 @@ CONTRACTS = (
     Metric("contract/tokens/sampled_tokens", "tokens", "sampled tokens of the batch"),
     Metric("contract/tokens/trained_tokens", "tokens", "sampled tokens that the loss sees"),
     Metric("contract/routes/coverage", "fraction", "input tokens with a possible set of experts in every layer"),
+    Metric("contract/routes/unrecorded_tokens", "tokens", "input tokens without a record; the trainer's own choice"),
+    Metric(
+        "contract/routes/different_fraction", "fraction", "(token, layer) pairs sent to other experts than recorded"
+    ),
+    Metric(
+        "contract/routes/own_different_fraction",
+        "fraction",
+        "pairs for which the trainer alone would have chosen others",
+    ),
     Metric("contract/logprobs/abs_diff_mean", "nats", "mean |trainer - rollout log-prob| before the update"),
     Metric("contract/logprobs/abs_diff_max", "nats", "largest |trainer - rollout log-prob| of a trained token"),
     Metric("contract/logprobs/kl_k1", "nats", "KL(rollout || trainer) by k1"),

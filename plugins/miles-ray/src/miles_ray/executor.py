@@ -84,6 +84,7 @@ class RayExecutor:
                 device=device_of(spec.device),
                 seed=spec.seed,
                 index=index,
+                routes=spec.routes,
             )
             starts.append(actor.start.remote(spec.load, spec.options, context))
         await self._start(names, starts, EngineError)

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import ray
 
 from miles_core.errors import MilesError, RunError
-from miles_core.kinds.backend import StepMetrics
+from miles_core.kinds.backend import RouteCounts, StepMetrics
 from miles_core.kinds.transport import Sender
 from miles_core.types import Float32, TrainBatch, WeightManifest
 from miles_core.watch import progress, waiting
@@ -31,6 +31,9 @@ class RayTrainer:
 
     async def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32:
         return cast(Float32, (await self._all("log_probs", batch=batch, model=model))[0])
+
+    async def route_counts(self) -> RouteCounts | None:
+        return cast("RouteCounts | None", (await self._all("route_counts"))[0])
 
     async def train_step(self, batch: TrainBatch) -> StepMetrics:
         return cast(StepMetrics, (await self._all("train_step", batch=batch))[0])

@@ -1,0 +1,1 @@
+"""Expert routes of MoE models: how they are stored, sent, recorded and replayed."""
