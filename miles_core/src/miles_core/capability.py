@@ -128,6 +128,7 @@ TAGS: dict[str, str] = {
     "version-spans": "reports the weight version of every sampled token",
     "verifies-weights": "can scramble its weights and report a digest of every tensor",
     "streams": "yields tokens as they are sampled",
+    "pauses-in-place": "can freeze requests for a weight update and go on over their old KV",
     "reads-disk": "can load a published checkpoint from a folder",
     # backend
     "replays-routes": "forces recorded experts in its forward pass",

@@ -111,3 +111,21 @@ async def test_close_ends_requests_with_an_error() -> None:
     await engine.close()
     with pytest.raises(EngineError, match="closed"):
         await anext(chunks)
+
+
+async def test_a_pause_that_aborts_ends_requests_with_what_they_have() -> None:
+    engine = ScriptedEngine(lambda _: [4, 5, 6])
+    chunks = engine.generate(request())
+    await anext(chunks)
+    held = asyncio.create_task(anext(chunks))
+    await engine.pause()
+    await asyncio.sleep(0.01)
+    assert not held.done()
+    await engine.pause("abort")
+    last = await held
+    assert (last.token_ids, last.finish_reason) == ((), FinishReason.ABORT)
+    assert [chunk async for chunk in chunks] == []
+    assert engine.running == set()
+    assert engine.aborted == []
+    await engine.resume()
+    assert len(await answer(engine, request("next"))) == 3

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from miles_core.errors import EngineError, TransportError
-from miles_core.kinds.engine import EngineContext
+from miles_core.kinds.engine import EngineContext, PauseMode
 from miles_core.kinds.transport import Staged
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
 from miles_core.types import WeightManifest
@@ -212,7 +212,7 @@ async def test_an_engine_that_cannot_pause_is_named_and_the_others_resume() -> N
     engines = await started(2)
 
     class Stuck(RecordingEngine):
-        async def pause(self) -> None:
+        async def pause(self, mode: PauseMode = "retract") -> None:
             raise EngineError("cannot pause")
 
     context = EngineContext(model_path="", context_length=None, device="cpu", seed=0, index=1)

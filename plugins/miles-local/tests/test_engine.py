@@ -244,3 +244,20 @@ async def test_dtype_is_the_checkpoints_unless_asked_otherwise(tmp_path: Path) -
     for option, expected in (("checkpoint", torch.bfloat16), ("float32", torch.float32)):
         async with serving(folder, dtype=option) as engine:
             assert {view.dtype for view in engine._served().views.values()} == {expected}
+
+
+async def test_a_pause_returns_requests_to_the_queue_unless_it_freezes_them(model: Path) -> None:
+    async with serving(model) as engine:
+        stream = engine.generate(ask(PROMPT, max_tokens=40, temperature=0.0))
+        first = await anext(stream)
+        await engine.pause("in-place")
+        frozen = await engine.stats()
+        await engine.pause("retract")
+        retracted = await engine.stats()
+        assert (frozen["running"], frozen["waiting"]) == (1, 0)
+        assert (retracted["running"], retracted["waiting"]) == (0, 1)
+        before = retracted["tokens_prefilled"]
+        await engine.resume()
+        answer = await collect(stream, [first])
+        assert answer.token_ids == greedy(model, PROMPT, 40)
+        assert (await engine.stats())["tokens_prefilled"] > before + len(PROMPT), "the prefix was not recomputed"

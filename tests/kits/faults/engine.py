@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from miles_core.kinds.engine import Chunk, Engine, EngineContext, GenerateRequest
+from miles_core.kinds.engine import Chunk, Engine, EngineContext, GenerateRequest, PauseMode
 from miles_core.testing.engine import EngineConformance
 from miles_core.testing.engine_oracle import Feed
 from miles_core.types import FinishReason, NamedTensor, WeightBucket, WeightManifest
@@ -27,6 +27,7 @@ STAGED = "test_staged_weights_are_invisible_until_activated"
 EXACT = "test_a_version_that_is_not_exactly_the_weights_is_refused"
 IN_FLIGHT = "test_requests_in_flight_go_on_under_the_new_weights"
 PREFIX = "test_no_prefix_outlives_its_weights"
+IN_PLACE = "test_frozen_requests_go_on_over_their_old_kv_and_nobody_else_does"
 PAUSE = "test_a_pause_holds_requests_and_loses_none"
 
 
@@ -50,7 +51,7 @@ class Quick(LocalEngine):
 class Kit(EngineConformance):
     __test__ = False
     engine: ClassVar[type[LocalEngine]]
-    provides = frozenset({"version-spans", "verifies-weights", "streams"})
+    provides = frozenset({"version-spans", "verifies-weights", "streams", "pauses-in-place"})
 
     def make(self, context: EngineContext) -> Engine:
         return self.engine(LocalOptions(), context)
@@ -167,6 +168,10 @@ class TestAcceptsAMissingTensor(Kit):
 class Hoarding(Quick):
     """Keeps key-values and prefixes when the weights change."""
 
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await super().pause("in-place")
+        self._keep_kv = False
+
     async def activate(self, version: int) -> None:
         model: Any = self._served()
         model.forget = lambda: None
@@ -220,9 +225,9 @@ class TestCountsATiedTensorTwice(Kit):
 class Dropping(Quick):
     """Ends the requests in flight when it pauses."""
 
-    async def pause(self) -> None:
-        await super().pause()
-        for row in list(self._scheduler.running):
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await super().pause(mode)
+        for row in list(self._scheduler.rows()):
             self._scheduler.close(row, keep_prefix=False)
             self._streams.pop(row).finish(FinishReason.ABORT, 0)
 
@@ -231,6 +236,50 @@ class TestDropsRequestsOnPause(Kit):
     __test__ = True
     engine = Dropping
     caught_by: ClassVar[dict[str, str]] = {PAUSE: "a request was lost in the pause", IN_FLIGHT: "versions"}
+
+
+class Unfrozen(Quick):
+    """Recomputes everything after an update, whatever the pause asked for."""
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await super().pause("retract" if mode == "in-place" else mode)
+
+
+class TestRecomputesFrozenRequests(Kit):
+    __test__ = True
+    engine = Unfrozen
+    caught_by: ClassVar[dict[str, str]] = {IN_PLACE: "the KV of a frozen request was recomputed"}
+
+
+class Shared(Quick):
+    """Lets new requests start from the KV of frozen ones."""
+
+    async def resume(self) -> None:
+        await super().resume()
+        for row in self._scheduler.rows():
+            row.mixed = False
+
+
+class TestSharesTheKvOfFrozenRequests(Kit):
+    __test__ = True
+    engine = Shared
+    caught_by: ClassVar[dict[str, str]] = {IN_PLACE: "a request reused KV of the old weights"}
+
+
+class Deaf(Quick):
+    """Takes an abort for an ordinary pause."""
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await super().pause("retract" if mode == "abort" else mode)
+
+
+class TestHoldsWhatItShouldAbort(Kit):
+    __test__ = True
+    engine = Deaf
+    deadline_s = 3.0
+    caught_by: ClassVar[dict[str, str]] = {
+        "test_an_abort_ends_requests_in_flight_and_keeps_their_tokens": "TimeoutError"
+    }
 
 
 class BatchSeeded(Quick):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from miles_core.kinds.transport import Receiver
 from miles_core.types import FinishReason, SamplingParams, WeightManifest
+
+PauseMode = Literal["retract", "in-place", "abort"]
+"""What a pause does to the requests in flight: see `Engine.pause`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +80,19 @@ class Engine(Protocol):
         """
         ...
 
-    async def pause(self) -> None:
-        """Stop between tokens; requests in flight wait, none is lost. Idempotent."""
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Stop between tokens; requests that arrive meanwhile wait. Idempotent.
+
+        ``retract`` returns requests in flight to the queue: their KV is dropped and recomputed from ids on resume,
+        their sampled tokens and log-probs are kept. ``in-place`` (tag `pauses-in-place`) freezes them with their KV,
+        which an `activate` leaves alone: they go on under the new weights over the old KV, and nothing else may reuse
+        it.
+        ``abort`` ends every one with `FinishReason.ABORT` and the tokens it has.
+        """
         ...
 
     async def resume(self) -> None:
-        """Go on. KV of an older weight version is never continued: it is recomputed from ids. Idempotent."""
+        """Go on. KV of an older weight version is never continued, but for requests frozen in place. Idempotent."""
         ...
 
     async def open_receiver(self, make: Callable[[], Receiver]) -> None:
@@ -99,7 +109,8 @@ class Engine(Protocol):
         ...
 
     async def activate(self, version: int) -> None:
-        """Swap the staged version in, flush every cache of the old one, serve `version` from the next token on.
+        """Swap the staged version in, flush every cache of the old one (but the KV of requests frozen in place), serve
+        `version` from the next token on.
 
         Raises:
             EngineError: that version is not staged completely.

@@ -15,19 +15,14 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
-import pytest
 import torch
 
-from miles_core.kinds.engine import Engine, EngineContext
 from miles_core.testing.engine_oracle import (
     PROMPTS,
     SPOILT,
-    Feed,
     Models,
     answers,
     ask,
@@ -36,58 +31,20 @@ from miles_core.testing.engine_oracle import (
     collect,
     greedy,
     logprobs_of,
-    make_models,
     publish,
     refused,
     spoil,
     weights_of,
 )
+from miles_core.testing.engine_pauses import EnginePauses
 from miles_core.types import FinishReason, NamedTensor
 from miles_core.weights.digests import digest_tensor
 
 T = TypeVar("T")
 
 
-class EngineConformance:
+class EngineConformance(EnginePauses):
     """Subclass it and say how to make the engine, not yet started."""
-
-    provides: ClassVar[frozenset[str]] = frozenset()
-    """The tags its capability declares."""
-    tolerance: ClassVar[float] = 1e-4
-    """Greatest difference to the full forward's log-prob, in nats."""
-    deadline_s: ClassVar[float] = 60.0
-    """A test that takes longer hangs."""
-
-    def make(self, context: EngineContext) -> Engine:
-        raise NotImplementedError
-
-    @pytest.fixture
-    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Models:
-        return make_models(tmp_path_factory.getbasetemp())
-
-    @asynccontextmanager
-    async def serving(self, folder: Path, **context: Any) -> AsyncIterator[tuple[Engine, Feed]]:
-        """A started engine connected to a feed of weights."""
-        defaults: dict[str, Any] = {"context_length": None, "device": "cpu", "seed": 0}
-        engine = self.make(EngineContext(model_path=str(folder), **{**defaults, **context}))
-        await engine.start()
-        feed = Feed()
-        await engine.open_receiver(lambda: feed)
-        try:
-            yield engine, feed
-        finally:
-            await engine.close()
-
-    def run(self, test: Callable[[], Awaitable[T]]) -> T:
-        async def limited() -> T:
-            async with asyncio.timeout(self.deadline_s):
-                return await test()
-
-        return asyncio.run(limited())
-
-    def require(self, tag: str) -> None:
-        if tag not in self.provides:
-            pytest.skip(f"the engine does not declare {tag}")
 
     # --- sampling -----------------------------------------------------------------------------------------------------
 
@@ -253,28 +210,6 @@ class EngineConformance:
 
         self.run(test)
 
-    def test_a_pause_holds_requests_and_loses_none(self, models: Models) -> None:
-        async def test() -> None:
-            async with self.serving(models.served) as (engine, _):
-                requests = [ask(p, name=str(i), max_tokens=12, temperature=0.0) for i, p in enumerate(PROMPTS)]
-                streams = [engine.generate(request) for request in requests]
-                first = [await anext(stream) for stream in streams]
-                await engine.pause()
-                await engine.pause()
-                before = (await engine.stats())["tokens_sampled"]
-                late = asyncio.create_task(answers(engine, [ask(PROMPTS[1], name="late", max_tokens=2)]))
-                await asyncio.sleep(0.05)
-                assert (await engine.stats())["tokens_sampled"] == before, "tokens were sampled during the pause"
-                assert not late.done(), "a request was served during the pause"
-                await engine.resume()
-                for request, stream, chunk in zip(requests, streams, first, strict=True):
-                    answer = await collect(stream, [chunk])
-                    assert answer.finish_reason is FinishReason.LENGTH, "a request was lost in the pause"
-                    assert answer.token_ids == greedy(models.served, request.token_ids, 12)
-                await late
-
-        self.run(test)
-
     def test_closing_the_engine_ends_requests_with_an_error(self, models: Models) -> None:
         async def test() -> None:
             async with self.serving(models.served) as (engine, _):
@@ -338,27 +273,6 @@ class EngineConformance:
                     )
                 await publish(engine, feed, models.published, 0)
                 assert await engine.version() == 0, "a good version is refused after a bad one"
-
-        self.run(test)
-
-    def test_requests_in_flight_go_on_under_the_new_weights(self, models: Models) -> None:
-        async def test() -> None:
-            async with self.serving(models.served) as (engine, feed):
-                requests = [ask(p, name=str(i), max_tokens=14, temperature=0.0) for i, p in enumerate(PROMPTS)]
-                first: Any = engine.generate(requests[0])
-                rest = asyncio.create_task(answers(engine, requests[1:]))
-                chunk = await anext(first)
-                await publish(engine, feed, models.published, 3)
-                found = [await collect(first, [chunk]), *await rest]
-            for request, answer in zip(requests, found, strict=True):
-                old = answer.versions.count(-1)
-                assert answer.versions == [-1] * old + [3] * (14 - old), f"versions {answer.versions}"
-                assert answer.token_ids[:old] == greedy(models.served, request.token_ids, old)
-                row = [*request.token_ids, *answer.token_ids[:old]]
-                assert answer.token_ids[old:] == greedy(models.published, row, 14 - old), (
-                    "tokens after the update are not those of the new weights over the whole row"
-                )
-            assert 0 < found[0].versions.count(-1) < 14, "no request was in flight during the update"
 
         self.run(test)
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from miles_core.errors import EngineError
-from miles_core.kinds.engine import Chunk, Engine, GenerateRequest
+from miles_core.kinds.engine import Chunk, Engine, GenerateRequest, PauseMode
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import FinishReason, NamedTensor, SamplingParams, WeightBucket
 
@@ -76,6 +76,19 @@ def _greedy(folder: Path, prompt: tuple[int, ...], count: int) -> tuple[int, ...
     for _ in range(count):
         row = (*row, int(full_logprobs(folder, row)[-1].argmax()))
     return row[len(prompt) :]
+
+
+def greedy_over_old_kv(old: Path, new: Path, row: Sequence[int], count: int) -> list[int]:
+    """The next `count` argmax tokens of the new model where the old one has computed the KV of ``row[:-1]``."""
+    with torch.no_grad():
+        cache = _reference(old)(torch.tensor([list(row[:-1])]), use_cache=True).past_key_values
+        following: list[int] = []
+        last = row[-1]
+        for _ in range(count):
+            output = _reference(new)(torch.tensor([[last]]), cache=cache, use_cache=True)
+            cache, last = output.past_key_values, int(output.logits[0, -1].argmax())
+            following.append(last)
+    return following
 
 
 def weights_of(folder: Path) -> dict[str, Tensor]:
@@ -153,11 +166,11 @@ async def answers(engine: Engine, requests: Sequence[GenerateRequest]) -> list[A
     return list(await asyncio.gather(*(collect(engine.generate(request)) for request in requests)))
 
 
-async def publish(engine: Engine, feed: Feed, folder: Path, version: int) -> None:
+async def publish(engine: Engine, feed: Feed, folder: Path, version: int, mode: PauseMode = "retract") -> None:
     """Pause, stage, activate, resume: one publish of a folder's weights."""
     tensors = [NamedTensor(name=name, tensor=tensor) for name, tensor in weights_of(folder).items()]
     feed.buckets = buckets_of(version, tensors)
-    await engine.pause()
+    await engine.pause(mode)
     await engine.receive(version)
     await engine.activate(version)
     await engine.resume()

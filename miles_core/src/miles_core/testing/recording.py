@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from miles_core.errors import EngineError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
-from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest
+from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
 from miles_core.types import FinishReason, Float32, NamedTensor, TrainBatch, WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor
@@ -188,8 +188,8 @@ class RecordingEngine:
         finally:
             self._requests -= 1
 
-    async def pause(self) -> None:
-        self.events.append("pause")
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        self.events.append("pause" if mode == "retract" else f"pause {mode}")
         self._running.clear()
 
     async def resume(self) -> None:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 
 from miles_core.errors import EngineError
-from miles_core.kinds.engine import Chunk, GenerateRequest
+from miles_core.kinds.engine import Chunk, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
 from miles_core.types import FinishReason, NamedTensor, WeightManifest
 from miles_core.watch import progress, waiting
@@ -60,6 +60,8 @@ class ScriptedEngine:
         self._receiver: Receiver | None = None
         self._going = asyncio.Event()
         self._going.set()
+        self._ended: dict[str, asyncio.Event] = {}
+        """Of each request in flight: set by a pause that aborts it."""
         self._closed = False
         self.requests: list[GenerateRequest] = []
         """Every request taken, in order of arrival."""
@@ -78,6 +80,7 @@ class ScriptedEngine:
         reply = self._reply(request)
         self.requests.append(request)
         self.running.add(request.request_id)
+        end = self._ended[request.request_id] = asyncio.Event()
         ended = False
         try:
             if isinstance(reply, Exception):
@@ -89,12 +92,17 @@ class ScriptedEngine:
                 for _ in range(self._turns * len(part)):
                     await asyncio.sleep(0)
                 with waiting(f"request {request.request_id}", on="scripted engine: resume"):
-                    await self._going.wait()
+                    await _first_of(self._going, end)
                 self._check_open()
+                if end.is_set():
+                    ended = True
+                    yield self._chunk(request, start, (), FinishReason.ABORT)
+                    return
                 ended = start + self._tokens_per_chunk >= len(ids)
                 yield self._chunk(request, start, part, reason if ended else None)
         finally:
             self.running.discard(request.request_id)
+            self._ended.pop(request.request_id, None)
             if not ended:
                 self.aborted.append(request.request_id)
 
@@ -147,8 +155,12 @@ class ScriptedEngine:
 
     # --- weights ------------------------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        """Hold requests between tokens; without KV, to retract them and to freeze them is one thing."""
         self._going.clear()
+        if mode == "abort":
+            for ended in self._ended.values():
+                ended.set()
 
     async def resume(self) -> None:
         self._going.set()
@@ -196,6 +208,18 @@ class ScriptedEngine:
         self._going.set()
         if self._receiver is not None:
             self._receiver.close()
+
+
+async def _first_of(going: asyncio.Event, ended: asyncio.Event) -> None:
+    """Wait until one of them is set; without a task of its own in the common case."""
+    if going.is_set() or ended.is_set():
+        return
+    tasks = [asyncio.ensure_future(event.wait()) for event in (going, ended)]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 def _receive(receiver: Receiver, version: int) -> WeightManifest:

@@ -20,7 +20,7 @@ from enum import StrEnum
 from typing import TypeVar
 
 from miles_core.errors import MilesError, TransportError
-from miles_core.kinds.engine import Engine
+from miles_core.kinds.engine import Engine, PauseMode
 from miles_core.kinds.transport import Staged, Transport
 from miles_core.types import WeightManifest
 from miles_core.watch import progress, waiting
@@ -99,25 +99,30 @@ class WeightUpdate:
         self.phase, self._entered = phase, now
 
 
-async def publish(transport: Transport, engines: Sequence[Engine], version: int) -> PublishReport:
+async def publish(
+    transport: Transport, engines: Sequence[Engine], version: int, *, mode: PauseMode = "retract"
+) -> PublishReport:
     """Make `version` the one that every engine serves.
 
     Args:
         transport: Already opened with these engines, in this order.
         version: Not below the engines' present one.
+        mode: What happens to requests in flight.
 
     Raises:
         TransportError: the version was refused (all engines serve the old one again) or is split (none serves).
     """
-    return await run_update(WeightUpdate(version), transport, engines)
+    return await run_update(WeightUpdate(version), transport, engines, mode=mode)
 
 
-async def run_update(update: WeightUpdate, transport: Transport, engines: Sequence[Engine]) -> PublishReport:
+async def run_update(
+    update: WeightUpdate, transport: Transport, engines: Sequence[Engine], *, mode: PauseMode = "retract"
+) -> PublishReport:
     """`publish` with the state in the caller's hands."""
     version = update.version
     update.enter(Phase.PAUSING)
     try:
-        await _all(update, "pause", [engine.pause() for engine in engines])
+        await _all(update, "pause", [engine.pause(mode) for engine in engines])
         old = await _served_version(update, engines)
         update.enter(Phase.STAGING)
         staged = await transport.publish(version)

@@ -9,6 +9,7 @@ between two steps anything may happen (arrivals, aborts, a pause, other weights)
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -20,7 +21,7 @@ from typing import TypeVar
 from tokenizers import Tokenizer
 
 from miles_core.errors import EngineError
-from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest
+from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
 from miles_core.types import FinishReason, WeightManifest
 from miles_core.watch import progress, waiting
@@ -55,6 +56,7 @@ class LocalEngine:
         self._context = context
         self._name = f"engine local {context.index}"
         self._life = Life.CREATED
+        self._keep_kv = False
         self._version = -1
         self._model: LocalModel | None = None
         self._tokenizer: Tokenizer | None = None
@@ -276,16 +278,26 @@ class LocalEngine:
 
     # --- pausing and weights ------------------------------------------------------------------------------------------
 
-    async def pause(self) -> None:
+    async def pause(self, mode: PauseMode = "retract") -> None:
         self._served()
         self._life = Life.PAUSED
         with waiting(f"pause of {self._name}", on="the step in progress"):
             async with self._between_steps:
-                pass
+                self._keep_kv = mode == "in-place"
+                if mode == "retract":
+                    self._scheduler.retract()
+                elif mode == "abort":
+                    self._end_all()
+
+    def _end_all(self) -> None:
+        for row in list(self._scheduler.rows()):
+            self._scheduler.close(row, keep_prefix=False)
+            self._streams.pop(row).finish(FinishReason.ABORT, 0)
 
     async def resume(self) -> None:
         self._served()
         self._life = Life.SERVING
+        self._keep_kv = False
         self._wake.set()
 
     async def open_receiver(self, make: Callable[[], Receiver]) -> None:
@@ -323,10 +335,14 @@ class LocalEngine:
 
     async def _swap(self, model: LocalModel, staging: Staging) -> None:
         async with self._between_steps:
-            await self._in_thread(model.replace, staging.tensors)
+            kept = self._keep_kv
+            await self._in_thread(functools.partial(model.replace, staging.tensors, keep_kv=kept))
             self._staging = None
             self._version = staging.version
-            self._scheduler.flush()
+            if kept:
+                self._scheduler.freeze()
+            else:
+                self._scheduler.flush()
 
     async def version(self) -> int:
         return self._version

@@ -116,10 +116,11 @@ class LocalModel:
         self._store.clear()
 
     @torch.no_grad()
-    def replace(self, tensors: Mapping[str, Tensor]) -> None:
-        """Serve with other weights; key-values of the old ones are dropped."""
+    def replace(self, tensors: Mapping[str, Tensor], *, keep_kv: bool = False) -> None:
+        """Serve with other weights; key-values of the old ones are dropped unless the caller accounts for them."""
         weights.replace(self.views, tensors)
-        self.forget()
+        if not keep_kv:
+            self.forget()
 
     @torch.no_grad()
     def scramble(self, seed: int) -> None:

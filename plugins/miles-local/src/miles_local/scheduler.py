@@ -38,6 +38,8 @@ class Row:
     slot: int | None = None
     cached: int | None = None
     """Prompt tokens reused at first admission."""
+    mixed: bool = False
+    """Its key-values are of older weights than those served: nobody else may use them."""
     closed: bool = False
 
     @property
@@ -139,7 +141,7 @@ class Scheduler:
             self.waiting.remove(row)
             return
         if keep_prefix and self.prefixes is not None:
-            entry = self.prefixes.add(row.request.session_id, row.ids[: row.stored])
+            entry = None if row.mixed else self.prefixes.add(row.request.session_id, row.ids[: row.stored])
             if entry is not None:
                 self.moves.append(SaveSlot(row.slot, row.stored, entry))
         self.slots[row.slot] = None
@@ -147,17 +149,29 @@ class Scheduler:
 
     def flush(self) -> None:
         """Forget all key-values; every running row starts over from its ids, in order of arrival."""
+        self.retract()
+        self.moves.clear()
+        if self.prefixes is not None:
+            self.prefixes.clear()
+
+    def retract(self) -> None:
+        """Return every running row to the queue; it starts over from its ids, in order of arrival."""
         for row in self.running:
             self._requeue(row)
         self.slots.clear()
-        self.moves.clear()
+
+    def freeze(self) -> None:
+        """Keep the running rows' key-values over a change of weights, for these rows alone."""
+        for row in self.running:
+            row.mixed = row.mixed or row.stored > 0
+        self.moves.clear()  # only copies into the prefix cache are pending between steps
         if self.prefixes is not None:
             self.prefixes.clear()
 
     def _requeue(self, row: Row) -> None:
         if row.slot is not None:
             self.slots[row.slot] = None
-        row.slot, row.stored = None, 0
+        row.slot, row.stored, row.mixed = None, 0, False
         self.waiting.append(row)
         self.waiting.sort(key=lambda waiting: waiting.order)
 
@@ -201,6 +215,8 @@ class Scheduler:
         move = None if entry is None else _MakeMove("load", entry, None, shared)
         coming = 0
         for other in running:
+            if other.mixed:
+                continue
             common = common_prefix(other.ids, usable)
             ready = min(common, other.stored)
             coming = max(coming, common)

@@ -10,7 +10,7 @@ from typing import Any, cast
 import ray
 
 from miles_core.errors import EngineError, MilesError
-from miles_core.kinds.engine import Chunk, GenerateRequest
+from miles_core.kinds.engine import Chunk, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
 from miles_core.types import WeightManifest
 from miles_core.watch import progress, waiting
@@ -62,8 +62,8 @@ class RayEngine:
             if not finished and self._actor is not None:
                 self._actor.abort.remote(stream)  # nobody waits for it: the stream is closed on this side either way
 
-    async def pause(self) -> None:
-        await self._call("pause")
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        await self._call("pause", mode)
 
     async def resume(self) -> None:
         await self._call("resume")

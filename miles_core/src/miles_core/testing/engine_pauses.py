@@ -1,0 +1,171 @@
+"""The part of the engine kit about pauses: what becomes of requests in flight, and over which KV they go on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import pytest
+
+from miles_core.kinds.engine import Engine, EngineContext
+from miles_core.testing.engine_oracle import (
+    PROMPTS,
+    Feed,
+    Models,
+    answers,
+    ask,
+    collect,
+    greedy,
+    greedy_over_old_kv,
+    make_models,
+    publish,
+)
+from miles_core.types import FinishReason
+
+T = TypeVar("T")
+
+
+class ServingKit:
+    """How the tests of the engine kit make an engine, connect it, and bound their time."""
+
+    provides: ClassVar[frozenset[str]] = frozenset()
+    """The tags its capability declares."""
+    tolerance: ClassVar[float] = 1e-4
+    """Greatest difference to the full forward's log-prob, in nats."""
+    deadline_s: ClassVar[float] = 60.0
+    """A test that takes longer hangs."""
+
+    def make(self, context: EngineContext) -> Engine:
+        raise NotImplementedError
+
+    @pytest.fixture
+    def models(self, tmp_path_factory: pytest.TempPathFactory) -> Models:
+        return make_models(tmp_path_factory.getbasetemp())
+
+    @asynccontextmanager
+    async def serving(self, folder: Path, **context: Any) -> AsyncIterator[tuple[Engine, Feed]]:
+        """A started engine connected to a feed of weights."""
+        defaults: dict[str, Any] = {"context_length": None, "device": "cpu", "seed": 0}
+        engine = self.make(EngineContext(model_path=str(folder), **{**defaults, **context}))
+        await engine.start()
+        feed = Feed()
+        await engine.open_receiver(lambda: feed)
+        try:
+            yield engine, feed
+        finally:
+            await engine.close()
+
+    def run(self, test: Callable[[], Awaitable[T]]) -> T:
+        async def limited() -> T:
+            async with asyncio.timeout(self.deadline_s):
+                return await test()
+
+        return asyncio.run(limited())
+
+    def require(self, tag: str) -> None:
+        if tag not in self.provides:
+            pytest.skip(f"the engine does not declare {tag}")
+
+
+class EnginePauses(ServingKit):
+    """Pausing, resuming, and weight updates between."""
+
+    def test_a_pause_holds_requests_and_loses_none(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                requests = [ask(p, name=str(i), max_tokens=12, temperature=0.0) for i, p in enumerate(PROMPTS)]
+                streams = [engine.generate(request) for request in requests]
+                first = [await anext(stream) for stream in streams]
+                await engine.pause()
+                await engine.pause()
+                before = (await engine.stats())["tokens_sampled"]
+                late = asyncio.create_task(answers(engine, [ask(PROMPTS[1], name="late", max_tokens=2)]))
+                await asyncio.sleep(0.05)
+                assert (await engine.stats())["tokens_sampled"] == before, "tokens were sampled during the pause"
+                assert not late.done(), "a request was served during the pause"
+                await engine.resume()
+                for request, stream, chunk in zip(requests, streams, first, strict=True):
+                    answer = await collect(stream, [chunk])
+                    assert answer.finish_reason is FinishReason.LENGTH, "a request was lost in the pause"
+                    assert answer.token_ids == greedy(models.served, request.token_ids, 12)
+                await late
+
+        self.run(test)
+
+    def test_requests_in_flight_go_on_under_the_new_weights(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, feed):
+                requests = [ask(p, name=str(i), max_tokens=14, temperature=0.0) for i, p in enumerate(PROMPTS)]
+                first: Any = engine.generate(requests[0])
+                rest = asyncio.create_task(answers(engine, requests[1:]))
+                chunk = await anext(first)
+                await publish(engine, feed, models.published, 3)
+                found = [await collect(first, [chunk]), *await rest]
+            for request, answer in zip(requests, found, strict=True):
+                old = answer.versions.count(-1)
+                assert answer.versions == [-1] * old + [3] * (14 - old), f"versions {answer.versions}"
+                assert answer.token_ids[:old] == greedy(models.served, request.token_ids, old)
+                row = [*request.token_ids, *answer.token_ids[:old]]
+                assert answer.token_ids[old:] == greedy(models.published, row, 14 - old), (
+                    "tokens after the update are not those of the new weights over the whole row"
+                )
+            assert 0 < found[0].versions.count(-1) < 14, "no request was in flight during the update"
+
+        self.run(test)
+
+    def test_frozen_requests_go_on_over_their_old_kv_and_nobody_else_does(self, models: Models) -> None:
+        self.require("pauses-in-place")
+        prompt = PROMPTS[2]
+
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, feed):
+                frozen = engine.generate(ask(prompt, name="frozen", max_tokens=14, temperature=0.0))
+                first = await anext(frozen)
+                await publish(engine, feed, models.published, 0, "in-place")
+                beside = asyncio.create_task(
+                    answers(engine, [ask(prompt, name="beside", max_tokens=6, temperature=0.0)])
+                )
+                answer = await collect(frozen, [first])
+                (other,) = await beside
+                (after,) = await answers(engine, [ask(prompt, name="after", max_tokens=6, temperature=0.0)])
+            old = answer.versions.count(-1)
+            assert answer.versions == [-1] * old + [0] * (14 - old), f"versions {answer.versions}"
+            assert 0 < old < 14, "the request was not in flight during the update"
+            row = [*prompt, *answer.token_ids[:old]]
+            expected = greedy_over_old_kv(models.served, models.published, row, 14 - old)
+            fresh = greedy(models.published, row, 14 - old)
+            assert expected != fresh, "the two models are too alike for this test"
+            assert answer.token_ids[:old] == greedy(models.served, prompt, old), "tokens were sampled again"
+            assert answer.token_ids[old:] != fresh, "the KV of a frozen request was recomputed"
+            assert answer.token_ids[old:] == expected, "a frozen request does not go on over its KV"
+            for late in (other, after):
+                assert late.token_ids == greedy(models.published, prompt, 6), "a request reused KV of the old weights"
+
+        self.run(test)
+
+    def test_an_abort_ends_requests_in_flight_and_keeps_their_tokens(self, models: Models) -> None:
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, _):
+                requests = [ask(p, name=str(i), max_tokens=60, temperature=0.0) for i, p in enumerate(PROMPTS)]
+                stream = engine.generate(requests[0])
+                rest = asyncio.create_task(answers(engine, requests[1:]))
+                first = await anext(stream)
+                await engine.pause("abort")
+                found = [await collect(stream, [first]), *await rest]
+                late = asyncio.create_task(answers(engine, [ask(PROMPTS[1], name="late", max_tokens=2)]))
+                await asyncio.sleep(0.05)
+                assert not late.done(), "a request was served during the pause"
+                await engine.resume()
+                (after,) = await late
+                assert after.finish_reason is FinishReason.LENGTH, "the abort outlived the pause"
+            assert found[0].token_ids, "the abort took the tokens along"
+            for request, answer in zip(requests, found, strict=True):
+                assert answer.finish_reason is FinishReason.ABORT, "an aborted request ended otherwise"
+                count = len(answer.token_ids)
+                assert count < 60, "the abort came too late"
+                assert answer.token_ids == greedy(models.served, request.token_ids, count)
+
+        self.run(test)
