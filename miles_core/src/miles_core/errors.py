@@ -5,6 +5,7 @@
     ├── PluginError        a capability is missing, broken or breaks its protocol
     ├── DataError          a dataset, prompt or row is unusable
     ├── SessionError       a request does not extend the history the session owns
+    │   └── BranchNeeded   … and the family could only go on in a branch of its own
     ├── EngineError        generation or a weight load failed
     ├── TransportError     a weight version could not be moved completely
     ├── CheckpointError    a checkpoint is absent, half-written or of another run
@@ -78,6 +79,11 @@ class DataError(MilesError):
 
 class SessionError(MilesError):
     """A request does not extend the history that the session owns."""
+
+
+class BranchNeeded(SessionError):
+    """The token family cannot extend the row: the template rewrites earlier turns here. A branching history starts a
+    branch, rendered anew; a linear one has to refuse."""
 
 
 class EngineError(MilesError):

@@ -81,11 +81,16 @@ class TitoFamily(Protocol):
         """
         ...
 
-    def parse(self, output_ids: Sequence[int]) -> Message:
+    def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         """The assistant message the sampled ids spell: content, reasoning, tool calls. Never raises: unparsable tool
-        calls stay in the content."""
+        calls stay in the content.
+
+        Args:
+            tools: The conversation's. Some models write arguments as bare text, and only the tool's schema tells
+                the number 5 from the string "5".
+        """
         ...
 
-    def stream_parser(self) -> StreamParser:
-        """A fresh parser for one turn, for clients that read along."""
+    def stream_parser(self, tools: Sequence[Tool] = ()) -> StreamParser:
+        """A fresh parser for one turn, for clients that read along; `tools` as in `parse`."""
         ...

@@ -77,14 +77,14 @@ class DefaultFamily:
             do="do not go on after a truncated turn, or pick a family that can close it",
         )
 
-    def parse(self, output_ids: Sequence[int]) -> Message:
+    def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         ids = list(output_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         content, calls = parse_tool_calls(self.tokenizer.decode(ids))
         return Message(role="assistant", content=content, tool_calls=calls)
 
-    def stream_parser(self) -> StreamParser:
+    def stream_parser(self, tools: Sequence[Tool] = ()) -> StreamParser:
         return HermesParser(self.tokenizer, self.stop_token_ids)
 
     def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:

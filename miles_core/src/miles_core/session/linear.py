@@ -202,7 +202,7 @@ class LinearSession:
         for count, version in output.stretches:
             self._row.append_sampled(output.ids[at : at + count], output.logprobs[at : at + count], version)
             at += count
-        message = self._unique_call_ids(self._family.parse(output.ids.tolist()))
+        message = self._unique_call_ids(self._family.parse(output.ids.tolist(), prepared.tools))
         self._messages += [*prepared.messages, message]
         reason = output.finish_reason or FinishReason.ABORT
         self._turns.append(
