@@ -96,8 +96,10 @@ def test_a_staleness_limit_holds_and_is_paid_in_refused_groups() -> None:
     tail = Workload(turns=constant(1), tokens=constant(1), wait_s=log_normal(30, spread=10))
     free = job(mode="fully-async", workload=tail, max_concurrent_samples=64, steps=60)
     capped = forecast(replace(free, max_weight_staleness=1))
-    assert forecast(free).staleness_max > 1 and forecast(free).stale_groups == 0
-    assert capped.staleness_max <= 1 and capped.stale_groups > 0
+    assert forecast(free).staleness_max > 1
+    assert forecast(free).stale_groups == 0
+    assert capped.staleness_max <= 1
+    assert capped.stale_groups > 0
 
 
 def test_a_budget_below_one_group_is_refused() -> None:

@@ -13,6 +13,7 @@ COMMANDS = {
     "validate": LazyCommand("miles_core.cli.validate:command", "Report every problem of a run-file at once."),
     "schema": LazyCommand("miles_core.cli.schema:command", "Print the JSON schema of a run-file."),
     "train": LazyCommand("miles_core.cli.train:command", "Run, or show the plan with --dry-run."),
+    "plan": LazyCommand("miles_core.cli.plan:command", "Forecast memory, weight updates and overlap."),
     "check": LazyCommand("miles_core.cli.check:command", "Test this machine step by step, and say which part fails."),
     "inspect": LazyCommand("miles_core.cli.inspect:command", "Show a trajectory of a run, token by token."),
     "report": LazyCommand("miles_core.cli.report:command", "Write a run's report as one self-contained page."),

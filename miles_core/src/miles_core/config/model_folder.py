@@ -62,12 +62,11 @@ def read_model_folder(path: Path) -> ModelFolder:
         ModelFolderError: naming the file that is missing or broken.
     """
     config = _json_object(path / "config.json")
-    text = config.get("text_config") if isinstance(config.get("text_config"), dict) else None
-    inner: Mapping[str, Any] = text or config
+    inner = read_config(path)
     dtypes: dict[str, int] = {}
     for file in _weight_files(path):
-        for dtype, count in _header_counts(file).items():
-            dtypes[dtype] = dtypes.get(dtype, 0) + count
+        for dtype, shape in _header(file).values():
+            dtypes[dtype] = dtypes.get(dtype, 0) + math.prod(shape)
     heads = _number(inner, "num_attention_heads")
     hidden = _number(inner, "hidden_size")
     architectures = config.get("architectures")
@@ -83,6 +82,26 @@ def read_model_folder(path: Path) -> ModelFolder:
         vocabulary=_number(inner, "vocab_size"),
         experts=next((n for key in EXPERT_COUNTS if (n := _number(inner, key))), None),
     )
+
+
+def read_config(path: Path) -> Mapping[str, Any]:
+    """config.json of a folder; of a multi-modal one, the part that describes the language model.
+
+    Raises:
+        ModelFolderError: it is missing or broken.
+    """
+    config = _json_object(path / "config.json")
+    text = config.get("text_config")
+    return text if isinstance(text, dict) else config
+
+
+def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shape of every stored tensor, by name.
+
+    Raises:
+        ModelFolderError: naming the file that is missing or broken.
+    """
+    return {name: shape for file in _weight_files(path) for name, (_, shape) in _header(file).items()}
 
 
 def _number(config: Mapping[str, Any], key: str) -> int | None:
@@ -119,20 +138,21 @@ def _weight_files(path: Path) -> list[Path]:
     return files
 
 
-def _header_counts(file: Path) -> dict[str, int]:
-    """Parameters per dtype (huggingface.co/docs/safetensors, "Format": u64 length, then JSON)."""
+def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape per tensor (huggingface.co/docs/safetensors, "Format": u64 length, then JSON)."""
     try:
         with file.open("rb") as stream:
             (length,) = struct.unpack("<Q", stream.read(8))
             if length > MAX_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             header = json.loads(stream.read(length))
-            counts: dict[str, int] = {}
-            for name, entry in header.items():
-                if name != "__metadata__":
-                    counts[entry["dtype"]] = counts.get(entry["dtype"], 0) + math.prod(entry["shape"])
-            if unknown := set(counts) - set(DTYPE_BYTES):
-                raise ValueError(f"unknown dtype {min(unknown)}")
-            return counts
+        tensors = {
+            name: (entry["dtype"], tuple(map(int, entry["shape"])))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+        if unknown := {dtype for dtype, _ in tensors.values()} - set(DTYPE_BYTES):
+            raise ValueError(f"unknown dtype {min(unknown)}")
+        return tensors
     except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelFolderError(f"{file.name} is not a safetensors file: {error}") from error

@@ -1,0 +1,192 @@
+"""Memory of one trainer rank, from architecture and parallel layout, before anything is launched.
+
+Parameters, gradients and optimizer state are exact; activations follow Korthikanti et al., "Reducing Activation
+Recomputation in Large Transformer Models" (2022), for attention that keeps no score matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from miles_core.planning.sizes import Sizes
+
+Precision = Literal["bfloat16", "float32"]
+ELEMENT = {"bfloat16": 2, "float32": 4}
+FLOAT32 = 4
+NORM_BYTES = 8
+"""Kept for each normalised element: 4 + 4 in float32, 4 + 2 + 2 in bfloat16."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """Degrees of parallelism. CP ranks share the optimizer state like data-parallel ones; EP divides the experts among
+    ranks that are there anyway."""
+
+    gpus: int
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    ep: int = 1
+    etp: int = 1
+    sequence_parallel: bool = False
+    distributed_optimizer: bool = True
+    stages: tuple[int, ...] | None = None
+    """Layers of each pipeline stage; None divides them evenly."""
+
+    def __post_init__(self) -> None:
+        for name, size in (
+            ("tp * pp * cp", self.tp * self.pp * self.cp),
+            ("pp * ep * etp", self.pp * self.ep * self.etp),
+        ):
+            if size < 1 or self.gpus % size:
+                raise ValueError(f"{name} = {size} does not divide {self.gpus} GPUs")
+        if self.stages is not None and len(self.stages) != self.pp:
+            raise ValueError(f"{len(self.stages)} stage sizes for pp = {self.pp}")
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel replicas of the dense part."""
+        return self.gpus // (self.tp * self.pp * self.cp)
+
+    @property
+    def expert_dp(self) -> int:
+        """Data-parallel replicas of the experts."""
+        return self.gpus // (self.pp * self.ep * self.etp)
+
+    def layers_of(self, stage: int, layers: int) -> range:
+        """Which layers a stage holds."""
+        if self.stages is not None:
+            if sum(self.stages) != layers:
+                raise ValueError(f"stages {self.stages} hold {sum(self.stages)} layers, the model has {layers}")
+            start = sum(self.stages[:stage])
+            return range(start, start + self.stages[stage])
+        size = ceil(layers / self.pp)
+        return range(min(layers, stage * size), min(layers, (stage + 1) * size))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one rank computes at a time."""
+
+    micro_batch_tokens: int
+    """Tokens of a packed micro-batch, before context parallelism divides them."""
+    recompute: bool = True
+    """Keep only each layer's input and recompute the rest in the backward pass."""
+    logits_chunk_tokens: int | None = None
+    """Tokens whose full-vocabulary logits exist at one time; None means all."""
+    precision: Precision = "bfloat16"
+    reference: bool = False
+    """A frozen reference policy stays beside the trained one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    what: str
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankMemory:
+    """The fullest rank."""
+
+    stage: int
+    items: tuple[Item, ...]
+
+    @property
+    def total(self) -> int:
+        return sum(item.num_bytes for item in self.items)
+
+    def of(self, what: str) -> int:
+        """Bytes of all items whose name begins so."""
+        return sum(item.num_bytes for item in self.items if item.what.startswith(what))
+
+
+def megatron(sizes: Sizes, layout: Layout, work: Work) -> RankMemory:
+    """Weights and float32 gradients on every replica; float32 masters and moments divided among replicas when the
+    optimizer is distributed."""
+    return max((_megatron_stage(sizes, layout, work, stage) for stage in range(layout.pp)), key=lambda rank: rank.total)
+
+
+def _megatron_stage(sizes: Sizes, layout: Layout, work: Work, stage: int) -> RankMemory:
+    held = layout.layers_of(stage, sizes.layers)
+    ends = (sizes.embedding if stage == 0 else 0) + (
+        (sizes.head or (sizes.embedding if layout.pp > 1 else 0)) + sizes.other if stage == layout.pp - 1 else 0
+    )
+    dense = (sum(sizes.dense[i] for i in held) + ends) / layout.tp
+    experts = sum(sizes.experts[i] for i in held) / (layout.ep * layout.etp)
+    share = layout.dp * layout.cp if layout.distributed_optimizer else 1
+    expert_share = layout.expert_dp if layout.distributed_optimizer else 1
+    owned = dense / share + experts / expert_share
+    element = ELEMENT[work.precision]
+    masters = 0 if work.precision == "float32" else FLOAT32
+    items = [
+        Item("weights", round((dense + experts) * element)),
+        Item("gradients, float32", round((dense + experts) * FLOAT32)),
+        Item("optimizer state: float32 masters" if masters else "optimizer state: none beside moments",
+             round(owned * masters)),
+        Item("optimizer state: moments", round(owned * 2 * FLOAT32)),
+    ]  # fmt: skip
+    if work.reference:
+        items.append(Item("reference policy", round((dense + experts) * element)))
+    # 1F1B: the first stage holds as many micro-batches as there are stages.
+    waiting = layout.pp - stage
+    tokens = ceil(work.micro_batch_tokens / layout.cp)
+    items += _activations(sizes, work, tokens, len(held), waiting, layout)
+    if stage == layout.pp - 1:
+        items.append(_logits(sizes, work, tokens, layout.tp))
+    return RankMemory(stage=stage, items=tuple(items))
+
+
+def fsdp(sizes: Sizes, gpus: int, work: Work) -> RankMemory:
+    """Everything sharded over all ranks; a layer and the root are whole while they compute."""
+    element, share = ELEMENT[work.precision], ceil(sizes.total / gpus)
+    widest = max(dense + experts for dense, experts in zip(sizes.dense, sizes.experts, strict=True))
+    whole = widest + sizes.embedding + sizes.head + sizes.other
+    items = [
+        Item("weights, float32 masters", share * FLOAT32),
+        Item("gradients, float32", share * FLOAT32),
+        Item("optimizer state: moments", 2 * share * FLOAT32),
+    ]
+    if gpus > 1:
+        items.append(Item("gathered layer and root", whole * element))
+        items.append(Item("their gradients before they are scattered", whole * element))
+    elif work.precision != "float32":
+        items.append(Item("weights, as computed with", sizes.total * element))
+    if work.reference:
+        items.append(Item("reference policy", share * element))
+    one = Layout(gpus=1)
+    items += _activations(sizes, work, work.micro_batch_tokens, sizes.layers, 1, one)
+    items.append(_logits(sizes, work, work.micro_batch_tokens, 1))
+    return RankMemory(stage=0, items=tuple(items))
+
+
+def layer_bytes_per_token(sizes: Sizes, element: int, tp: int = 1, *, sequence_parallel: bool = False) -> float:
+    """What the backward pass of one layer needs of one token."""
+    h, q, k = sizes.hidden, sizes.query_width, sizes.key_width
+    # A norm keeps what it normalised (float32 of a narrower input, or the scaled copy beside it) and what it returns.
+    residual = 2 * h * element + 2 * h * NORM_BYTES
+    heads = (q + k) * NORM_BYTES if sizes.normalises_heads else 0
+    attention = heads + (q + 2 * k) * element + 2 * (q + k) * element + q * element  # projections, rotary, output
+    ffn = sizes.ffn_kept * element
+    return (residual / tp if sequence_parallel else residual) + (attention + ffn) / tp
+
+
+def _activations(sizes: Sizes, work: Work, tokens: int, layers: int, waiting: int, layout: Layout) -> list[Item]:
+    element = ELEMENT[work.precision]
+    layer = tokens * layer_bytes_per_token(sizes, element, layout.tp, sequence_parallel=layout.sequence_parallel)
+    if not work.recompute:
+        return [Item("activations", round(waiting * layers * layer))]
+    kept = tokens * sizes.hidden * element / (layout.tp if layout.sequence_parallel else 1)
+    return [
+        Item("activations: inputs of layers", round(waiting * layers * kept)),
+        Item("activations: the layer being recomputed", round(layer)),
+    ]
+
+
+def _logits(sizes: Sizes, work: Work, tokens: int, tp: int) -> Item:
+    rows = min(tokens, work.logits_chunk_tokens or tokens)
+    width = sizes.vocabulary / tp
+    # The logits in the compute dtype, their float32 copy, and the gradient of that copy.
+    return Item("logits", round(rows * width * (ELEMENT[work.precision] + 2 * FLOAT32)))

@@ -1,0 +1,133 @@
+"""Where a model's parameters are: layer by layer, routed experts apart, since parallel layouts divide them differently.
+
+Read from the headers of the folder's safetensors; from config.json alone, through a model on torch's meta device, where
+there are no weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from miles_core.config.model_folder import ModelFolderError, read_config, tensor_shapes
+
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """Parameters (counts, not bytes), and the widths that activations depend on."""
+
+    dense: tuple[int, ...]
+    """Of each layer: attention, norms, dense or shared feed-forward, router."""
+    experts: tuple[int, ...]
+    """Of each layer: routed experts, all of them."""
+    embedding: int
+    head: int
+    """Output projection; 0 when tied to the embedding."""
+    other: int = 0
+    """Final norm and whatever belongs to no layer."""
+    hidden: int
+    vocabulary: int
+    query_width: int
+    key_width: int
+    """Keys of one token; values are as wide."""
+    normalises_heads: bool = False
+    """Queries and keys pass a norm of their own (Qwen3)."""
+    ffn_kept: int
+    """Elements that the backward pass of the widest feed-forward needs of one token."""
+
+    @property
+    def layers(self) -> int:
+        return len(self.dense)
+
+    @property
+    def total(self) -> int:
+        return sum(self.dense) + sum(self.experts) + self.embedding + self.head + self.other
+
+
+def read_sizes(folder: Path) -> Sizes:
+    """Sizes of a Hugging Face folder, with or without weights in it.
+
+    Raises:
+        ModelFolderError: config.json is absent or says too little.
+    """
+    config = read_config(folder)
+    has_weights = next(folder.glob("*.safetensors"), None) is not None
+    return count(tensor_shapes(folder) if has_weights else _meta_shapes(folder), config)
+
+
+def count(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Sizes:
+    """Sort tensors by their Hugging Face names."""
+    numbers = {name: prod(shape) for name, shape in shapes.items()}
+    layers = 1 + max((int(found[1]) for name in numbers if (found := _LAYER.search(name))), default=-1)
+    if layers == 0:
+        raise ModelFolderError("no tensor is called ….layers.<n>.…; its layers cannot be told apart")
+    dense, experts = [0] * layers, [0] * layers
+    embedding = head = other = 0
+    for name, number in numbers.items():
+        if found := _LAYER.search(name):
+            target = experts if ".experts." in name else dense
+            target[int(found[1])] += number
+        elif "embed" in name:
+            embedding += number
+        elif "lm_head" in name or name.endswith("output.weight"):
+            head += number
+        else:
+            other += number
+    return Sizes(
+        dense=tuple(dense),
+        experts=tuple(experts),
+        embedding=embedding,
+        head=head,
+        other=other,
+        normalises_heads=any("q_norm" in name for name in numbers),
+        **_widths(config, _vocabulary(shapes, config)),
+    )
+
+
+def _widths(config: Mapping[str, object], vocabulary: int) -> dict[str, int]:
+    def number(*names: str, default: int | None = None) -> int:
+        for name in names:
+            value = config.get(name)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return value
+        if default is None:
+            raise ModelFolderError(f"config.json has none of {', '.join(names)}")
+        return default
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    head_dim = number("head_dim", "qk_head_dim", default=hidden // heads)
+    kv = number("num_key_value_heads", default=heads)
+    routed, shared = number("num_experts_per_tok", default=0), number("n_shared_experts", default=0)
+    wide = number("moe_intermediate_size", "intermediate_size")
+    # Gate, up, activation and product; for each expert also the token's copy, its output and that weighted.
+    dense = 4 * number("intermediate_size")
+    sparse = routed * (4 * wide + 3 * hidden) + shared * 4 * wide
+    return {
+        "hidden": hidden,
+        "vocabulary": vocabulary,
+        "query_width": heads * head_dim,
+        "key_width": kv * head_dim,
+        "ffn_kept": sparse if routed else dense,
+    }
+
+
+def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> int:
+    value = config.get("vocab_size")
+    if isinstance(value, int):
+        return value
+    rows: Iterable[int] = (shape[0] for name, shape in shapes.items() if "embed" in name)
+    return next(iter(rows), 0)
+
+
+def _meta_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
