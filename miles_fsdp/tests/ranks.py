@@ -19,7 +19,8 @@ from miles_core.errors import MilesError
 from miles_core.kinds.backend import BackendContext, LossSettings, OptimizerSettings
 from miles_core.testing.backend import weights
 from miles_core.testing.backend_oracle import SURROGATE, example_batch
-from miles_core.types import TrainBatch
+from miles_core.testing.replay import routed_batch
+from miles_core.types import RouteMode, TrainBatch
 from miles_fsdp.backend import FsdpBackend
 from miles_fsdp.options import FsdpOptions
 
@@ -50,6 +51,7 @@ def backend(
     model: str = "model",
     reference: bool = False,
     device: str = "cpu",
+    routes: RouteMode = "off",
     **options: Any,
 ) -> FsdpBackend:
     settings: dict[str, Any] = {
@@ -67,6 +69,7 @@ def backend(
         optimizer=optimizer,
         loss=loss,
         reference=reference,
+        routes=routes,
     )
     return FsdpBackend(FsdpOptions(**settings), context)
 
@@ -106,6 +109,9 @@ def run(rank: int, folder: Path, device: str) -> dict[str, Any]:
         "checkpointed": lambda: one_update(make(gradient_checkpointing=True, micro_batch_tokens=1), batch),
         "one sequence": lambda: one_update(make(), lone),
         "experts": lambda: one_update(make(model="experts"), batch),
+        "replayed": lambda: one_update(
+            make(model="experts", routes="replay", gradient_checkpointing=True), routed_batch()
+        ),
         "bfloat16": lambda: one_update(make(param_dtype="bfloat16", model="model32"), batch),
     }
     for name, scenario in scenarios.items():
@@ -115,6 +121,11 @@ def run(rank: int, folder: Path, device: str) -> dict[str, Any]:
     results["log_probs"] = made.log_probs(batch)
     results["reference"] = made.log_probs(batch, model="reference")
     made.save_hf(folder / "hf")
+    made.close()
+
+    made = make(model="experts", routes="record", micro_batch_tokens=1)
+    made.log_probs(routed_batch())
+    results["route counts"] = made.route_counts()
     made.close()
 
     at = int(np.flatnonzero(batch.loss_mask)[-1])

@@ -10,7 +10,7 @@ from miles_fsdp.options import FsdpOptions
 
 class TestFloat32(BackendConformance):
     dtype = "float32"
-    tags = frozenset({"multi-rank", "reference-model"})
+    tags = frozenset({"multi-rank", "reference-model", "replays-routes"})
 
     def make(self, context: BackendContext, *, micro_batch_tokens: int) -> FsdpBackend:
         options = FsdpOptions(param_dtype="float32", micro_batch_tokens=micro_batch_tokens, bucket_mib=1)
@@ -19,7 +19,7 @@ class TestFloat32(BackendConformance):
 
 class TestFloat64ChunkedAndCheckpointed(BackendConformance):
     dtype = "float64"
-    tags = frozenset({"multi-rank", "reference-model"})
+    tags = frozenset({"multi-rank", "reference-model", "replays-routes"})
 
     def make(self, context: BackendContext, *, micro_batch_tokens: int) -> FsdpBackend:
         options = FsdpOptions(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from miles_core.testing.backend_oracle import expected_update
+from miles_core.testing.replay import routed_batch
 from miles_core.testing.tiny import make_tiny_model
 
 from . import ranks
@@ -82,15 +83,16 @@ def both(folder: Path, alone: dict[str, Any], device: str) -> Results:
     return loaded[0], loaded[1]
 
 
-@pytest.mark.parametrize("how", ["sharded", "replicated", "checkpointed", "one sequence", "experts"])
+@pytest.mark.parametrize("how", ["sharded", "replicated", "checkpointed", "one sequence", "experts", "replayed"])
 def test_gradient_over_two_ranks_is_that_of_one_batch_in_float64(
     folder: Path, both: Results, device: str, how: str
 ) -> None:
-    batch = ranks.batches(1)[0]
+    batch = routed_batch() if how == "replayed" else ranks.batches(1)[0]
     expected = expected_update(
-        folder / ("experts" if how == "experts" else "model"),
+        folder / ("experts" if how in ("experts", "replayed") else "model"),
         batch.select([2]) if how == "one sequence" else batch,
         ranks.LOSS,
+        given_experts=how == "replayed",
     )
     found = both[0][how]
     for name in ("loss", "entropy", "kl", "grad_norm"):
@@ -103,6 +105,12 @@ def test_gradient_over_two_ranks_is_that_of_one_batch_in_float64(
             assert float((moved / (1 - moved.abs()) - gradient).abs().max()) < ROUNDING[device] * largest, name
             compared += 1
     assert compared >= len(expected.gradients) - 4
+
+
+def test_routes_are_counted_once_over_ranks(folder: Path, both: Results) -> None:
+    made = ranks.backend(folder, 0, 1, model="experts", routes="record", micro_batch_tokens=1)
+    made.log_probs(routed_batch())
+    assert both[0]["route counts"] == both[1]["route counts"] == made.route_counts()
 
 
 def test_both_ranks_report_and_export_the_same(both: Results) -> None:

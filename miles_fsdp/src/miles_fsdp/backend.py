@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -33,6 +34,7 @@ from miles_fsdp.offload import Offloader
 from miles_fsdp.options import FsdpOptions
 from miles_fsdp.packing import pack
 from miles_fsdp.probe import check_packing
+from miles_fsdp.routes import PolicyRoutes
 
 _DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -69,6 +71,7 @@ class FsdpBackend:
         self._exporter = Exporter(loaded.module, export_dtype)
         self._max_positions = loaded.max_positions
         self._policy = loaded.module
+        self._routes = PolicyRoutes(loaded.module, context.routes, self._device)
         self._weights = self._place(loaded, train=True)
         self._optimizer = optim.Optimizer(self._weights.masters, context.optimizer)
         self._buffers = dict(self._policy.named_buffers())
@@ -128,11 +131,15 @@ class FsdpBackend:
                     do="set objective.kl_coef, which makes the run keep one",
                 )
             module = self._reference
+        scores_policy = module is self._policy
         result = torch.zeros(batch.num_tokens, dtype=torch.float32, device=self._device)
         offsets = batch.offsets
-        with torch.no_grad():
+        counting = self._routes.counting(batch, sharded=self._mesh is not None) if scores_policy else nullcontext()
+        with torch.no_grad(), counting:
             for sequences in self._plan(batch):
                 part = batch.select(sequences)
+                if scores_policy:
+                    self._routes.load(part)
                 logprobs, _ = module(pack(part, self._device))
                 places = [np.arange(offsets[s], offsets[s + 1]) for s in sequences]
                 at = np.concatenate(places)[scored_positions(part)] if places else np.zeros(0, np.int64)
@@ -143,7 +150,7 @@ class FsdpBackend:
 
     def route_counts(self) -> RouteCounts | None:
         """See `Backend.route_counts`."""
-        return None
+        return self._routes.counts
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -164,6 +171,7 @@ class FsdpBackend:
         entropy_grad = self._context.loss.entropy_coef != 0.0
         for sequences in self._plan(batch):
             part = batch.select(sequences)
+            self._routes.load(part)
             logprobs, entropy = self._policy(pack(part, self._device), entropy_grad=entropy_grad)
             loss = micro_batch_loss(part, logprobs, entropy, self._loss, self._context.loss, sums)
             (loss * self._context.world_size).backward()  # type: ignore[no-untyped-call]

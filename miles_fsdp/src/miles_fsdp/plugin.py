@@ -17,6 +17,6 @@ def miles_backends() -> Iterable[Capability]:
             summary="PyTorch FSDP2 over any Hugging Face causal LM; CPU or CUDA, one rank or many",
             load="miles_fsdp.backend:FsdpBackend",
             options="miles_fsdp.options:FsdpOptions",
-            provides=frozenset({"multi-rank", "reference-model"}),
+            provides=frozenset({"multi-rank", "reference-model", "replays-routes"}),
         )
     ]

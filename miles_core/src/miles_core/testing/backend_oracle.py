@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,8 +92,14 @@ class Expected:
         return float(torch.stack([g.square().sum() for g in self.gradients.values()]).sum().sqrt())
 
 
-def expected_update(model_path: Path, batch: TrainBatch, settings: LossSettings) -> Expected:
-    """Loss and gradient of `batch` under `surrogate` with the options in `settings`."""
+def expected_update(
+    model_path: Path, batch: TrainBatch, settings: LossSettings, *, given_experts: bool = False
+) -> Expected:
+    """Loss and gradient of `batch` under `surrogate` with the options in `settings`.
+
+    Args:
+        given_experts: Send the tokens to the experts in `batch.routes`; the model is a Qwen3-MoE then.
+    """
     from transformers import AutoModelForCausalLM
 
     # "eager" attention takes its softmax in float32.
@@ -105,7 +112,10 @@ def expected_update(model_path: Path, batch: TrainBatch, settings: LossSettings)
     logprobs = np.zeros(batch.num_tokens)
     for index in range(batch.num_sequences):
         span = slice(int(batch.offsets[index]), int(batch.offsets[index + 1]))
-        loss, lp, entropy, kl = _sequence(model, batch.select([index]), settings)
+        row = batch.select([index])
+        if given_experts:
+            _give_experts(model, row)
+        loss, lp, entropy, kl = _sequence(model, row, settings)
         total = total + loss
         logprobs[span] = np.where(batch.loss_mask[span], lp.numpy(), 0.0)
         sums["entropy"] += float(entropy)
@@ -120,6 +130,29 @@ def expected_update(model_path: Path, batch: TrainBatch, settings: LossSettings)
         kl=sums["kl"] / count,
         gradients={name: p.grad for name, p in model.named_parameters() if p.grad is not None},
     )
+
+
+def _give_experts(model: Any, row: TrainBatch) -> None:
+    """Replace each MoE layer by its formula at given experts: every expert sees every token, its gate weighs it."""
+    assert row.routes is not None
+    for index, layer in enumerate(model.model.layers):
+        block, given = layer.mlp, torch.from_numpy(row.routes[:, index].astype(np.int64))
+        layer.mlp.forward = partial(_formula, block, given)
+
+
+def _formula(block: Any, given: Tensor, hidden: Tensor) -> Tensor:
+    router, experts, x = block.gate, block.experts, hidden[0]
+    scores = torch.softmax(x @ router.weight.T, dim=-1, dtype=torch.float32)
+    chosen = torch.where(given < 0, scores.detach().topk(router.top_k).indices, given)
+    gates = torch.zeros_like(scores).scatter(1, chosen, 1.0) * scores
+    if router.norm_topk_prob:
+        gates = gates / gates.sum(-1, keepdim=True)
+    result = torch.zeros_like(x)
+    for expert in range(router.num_experts):
+        gate, up = (x @ experts.gate_up_proj[expert].T).chunk(2, dim=-1)
+        out = (torch.nn.functional.silu(gate) * up) @ experts.down_proj[expert].T
+        result = result + gates[:, expert, None].to(x.dtype) * out
+    return result[None]
 
 
 def _sequence(model: Any, row: TrainBatch, settings: LossSettings) -> tuple[Tensor, Tensor, Tensor, Tensor]:
