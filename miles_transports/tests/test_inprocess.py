@@ -117,7 +117,9 @@ async def test_a_tensor_lost_on_the_way_is_named_even_when_the_engines_do_not_mi
         connected.engines[0].__class__ = Forgiving
         for check in (
             lambda: publish(transport, connected.engines, 0),
-            lambda: check_weight_update_equal(transport, connected.engines, 0, seed=1),
+            lambda: check_weight_update_equal(
+                functools.partial(publish, transport, connected.engines), connected.engines, 0, seed=1
+            ),
         ):
             with pytest.raises(TransportError, match=r"engine 0: 1 missing: model\.norm\.weight"):
                 await check()

@@ -127,6 +127,7 @@ TAGS: dict[str, str] = {
     "records-routes": "returns the experts of every MoE layer for each token",
     "version-spans": "reports the weight version of every sampled token",
     "verifies-weights": "can scramble its weights and report a digest of every tensor",
+    "stages-aside": "receives a weight version beside the one it goes on serving",
     "streams": "yields tokens as they are sampled",
     "pauses-in-place": "can freeze requests for a weight update and go on over their old KV",
     "reads-disk": "can load a published checkpoint from a folder",

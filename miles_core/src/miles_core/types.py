@@ -364,8 +364,10 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """What one side saw of a weight version: the digest (blake2b-16, hex) of every tensor's bytes."""
+    """What one side saw of a weight version: the digest (`weights.digests`) of every tensor."""
 
     version: int
     digests: Mapping[str, str]
     num_bytes: int
+    figures: Mapping[str, float] = field(default_factory=dict, compare=False)
+    """What it cost that side, under the names of `tracking.names` without ``sync/``: ``prepare_s``, ``wire_bytes``."""

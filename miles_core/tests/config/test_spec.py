@@ -18,7 +18,7 @@ from miles_core.config.load import parse
 from miles_core.config.spec import Pick, RewardPick, RunSpec, SamplingSpec, Section, dump
 
 MAX_FIELDS_A_SECTION = 20
-MAX_TOP_KEYS = 25
+MAX_TOP_KEYS = 28
 MAX_FIELDS = 120
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Awaitable, Callable, Collection, Mapping
 
 import pytest
 
@@ -13,6 +14,7 @@ from miles_core.testing.recording import RecordingEngine, RecordingOptions, exam
 from miles_core.types import WeightManifest
 from miles_core.weights.digests import digest_tensor
 from miles_core.weights.equality import check_weight_update_equal
+from miles_core.weights.lifecycle import PublishReport, publish
 
 SKIPPED = "model.norm.weight"
 
@@ -37,10 +39,14 @@ class Unscrambled(RecordingEngine):
 class Poorer(RecordingEngine):
     """Serves with one tensor fewer than the trainer exports and one that it does not."""
 
-    async def digests(self) -> Mapping[str, str]:
+    async def digests(self, names: Collection[str] | None = None) -> Mapping[str, str]:
         digests = dict(await super().digests())
         digests["rotary.inv_freq"] = digests.pop(SKIPPED)
         return digests
+
+
+def publisher(engines: list[RecordingEngine]) -> Callable[[int], Awaitable[PublishReport]]:
+    return functools.partial(publish, MemoryTransport(*engines), engines)
 
 
 class MemoryTransport:
@@ -70,7 +76,7 @@ async def make(kind: type[RecordingEngine], index: int = 0) -> RecordingEngine:
 
 async def test_equal_weights_pass_and_are_published() -> None:
     engines = [await make(RecordingEngine), await make(RecordingEngine, 1)]
-    report = await check_weight_update_equal(MemoryTransport(*engines), engines, 0, seed=7)
+    report = await check_weight_update_equal(publisher(engines), engines, 0, seed=7)
     assert report.version == 0
     assert [await engine.version() for engine in engines] == [0, 0]
 
@@ -88,7 +94,7 @@ async def test_a_tensor_that_is_not_replaced_is_named_with_its_engine(
 ) -> None:
     engines = [await make(RecordingEngine), await make(kind, 1)]
     with pytest.raises(ContractError) as caught:
-        await check_weight_update_equal(MemoryTransport(*engines), engines, 0, seed=7)
+        await check_weight_update_equal(publisher(engines), engines, 0, seed=7)
     for text in named:
         assert text in str(caught.value)
     assert "engine 0" not in str(caught.value)

@@ -71,7 +71,9 @@ async def test_publish_pauses_stages_activates_and_resumes_every_engine() -> Non
     assert await versions(engines) == [4, 4]
     assert report.version == 4
     assert report.num_tensors == len(example_weights(4))
-    assert list(report.seconds_by_phase) == ["pausing", "staging", "verifying", "activating", "resuming"]
+    assert list(report.seconds_by_phase) == [
+        *("pausing", "staging", "verifying", "activating", "proving", "resuming", "probing"),
+    ]
     assert waiters() == []
 
 

@@ -7,7 +7,7 @@ from miles_core.testing.engine import EngineConformance
 from miles_local.engine import LocalEngine
 from miles_local.options import LocalOptions
 
-PROVIDES = frozenset({"version-spans", "verifies-weights", "streams", "pauses-in-place"})
+PROVIDES = frozenset({"version-spans", "verifies-weights", "stages-aside", "streams", "pauses-in-place"})
 
 
 class TestDefaults(EngineConformance):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import time
@@ -73,7 +74,7 @@ async def test_two_ranks_feed_two_engines_and_a_dead_engine_refuses_the_next_ver
         assert dict(metrics.values) == {"tokens": 10.0, "ranks": 3.0}
 
         await transport.open(trainer, engines)
-        await check_weight_update_equal(transport, engines, 0, seed=1)
+        await check_weight_update_equal(functools.partial(publish, transport, engines), engines, 0, seed=1)
         report = await publish(transport, engines, 1)
         expected = {name: digest_tensor(tensor) for name, tensor in example_weights(1).items()}
         assert report.manifest.digests == expected

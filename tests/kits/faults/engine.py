@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Collection, Iterator
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -206,8 +206,8 @@ class TestKeepsKeyValuesAcrossVersions(Kit):
 class TiedTwice(Quick):
     """Digests a tied tensor under both its names."""
 
-    async def digests(self) -> dict[str, str]:
-        found = dict(await super().digests())
+    async def digests(self, names: Collection[str] | None = None) -> dict[str, str]:
+        found = dict(await super().digests(names))
         return {**found, "lm_head.weight": found["model.embed_tokens.weight"]}
 
 

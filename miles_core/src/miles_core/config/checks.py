@@ -12,6 +12,9 @@ from pydantic import BaseModel
 from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from miles_core.config.spec import RunSpec
 
+PROBE_TOKENS = 52
+"""Prompt and output of one probe; `weights.proof` makes them."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -166,6 +169,19 @@ def _multi_rank(s: Setup) -> str | None:
 def _verifies(s: Setup) -> str | None:
     if s.spec.check_weight_update_equal and not s.provides("engine", "verifies-weights"):
         return f"the engine `{s.spec.engine.use}` cannot report what weights it holds"
+    return None
+
+
+def _proves(s: Setup) -> str | None:
+    if s.spec.weights.verify != "off" and not s.provides("engine", "verifies-weights"):
+        return f"the engine `{s.spec.engine.use}` cannot report what weights it holds"
+    return None
+
+
+def _probe_room(s: Setup) -> str | None:
+    context = _context(s)
+    if s.spec.weights.probes and context is not None and context < PROBE_TOKENS:
+        return f"a probe takes {PROBE_TOKENS} tokens of a context of {context}"
     return None
 
 
@@ -342,6 +358,22 @@ CHECKS: tuple[Check, ...] = (
         find=_routes_replayed,
         do="set rollout.routes: off, or pick a backend that provides `replays-routes`",
         kinds=("backend",),
+    ),
+    Check(
+        id="MIL506",
+        about="Proving what an engine serves needs an engine that reports it.",
+        path="weights.verify",
+        find=_proves,
+        do="set weights.verify: off, or pick an engine that provides `verifies-weights`",
+        kinds=("engine",),
+    ),
+    Check(
+        id="MIL507",
+        about="Probes fit into the context.",
+        path="weights.probes",
+        find=_probe_room,
+        do="set weights.probes: 0, or raise model.context_length",
+        reads=("model",),
     ),
     Check(
         id="MIL601",

@@ -235,6 +235,15 @@ class TrackingSpec(Section):
     """Write rollouts/step_*.parquet after these steps."""
 
 
+class WeightsSpec(Section):
+    verify: Literal["always", "sampled", "off"] = "always"
+    """Tensors whose live digest each engine proves after an update: all, every eighth in turn, or none."""
+    probes: NonNegativeInt = 2
+    """Prompts that each engine continues after an update and the trainer scores; finds caches that outlive weights."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds that staging a version, and each answer of an engine during an update, may take."""
+
+
 class PluginsSpec(Section):
     disable: tuple[str, ...] = ()
     """Distributions or entry points never to load."""
@@ -287,6 +296,8 @@ class RunSpec(Section):
     """When to save, and what to keep."""
     tracking: TrackingSpec = TrackingSpec()
     """Where the run's record goes."""
+    weights: WeightsSpec = WeightsSpec()
+    """How it is proved that the engines serve what the trainer has."""
     check_weight_update_equal: bool = False
     """Scramble the engines, publish, and compare every tensor before the first step."""
     stall_s: PositiveFloat = 300.0

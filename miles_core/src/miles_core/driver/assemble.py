@@ -19,7 +19,7 @@ from miles_core.driver.signals import StopRequest
 from miles_core.errors import CheckpointError
 from miles_core.kinds.engine import Engine
 from miles_core.kinds.environment import Environment
-from miles_core.kinds.executor import Executor
+from miles_core.kinds.executor import Executor, Trainer
 from miles_core.kinds.tito_family import TitoFamily
 from miles_core.kinds.transport import Transport
 from miles_core.registry import Registry, load_target
@@ -32,6 +32,9 @@ from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
 from miles_core.watch import waiting
+from miles_core.weights.fleet import Fleet
+from miles_core.weights.lifecycle import UpdateSettings
+from miles_core.weights.proof import DeliveryProof, probe_prompts
 
 
 @asynccontextmanager
@@ -76,7 +79,7 @@ async def open_run(
             recorder=recorder,
             trainer=trainer,
             engines=engines,
-            transport=transport,
+            fleet=Fleet(transport, trainer, engines, _updates(resolved, trainer, model)),
             stream=stream,
             eval_prompts=eval_prompts,
             episodes=_episodes(resolved, model, environment, engines, family, rewards),
@@ -161,6 +164,18 @@ def _episodes(
 def _context_length(wanted: int | None, limit: int | None) -> int:
     """Prompt plus output tokens at most: what the run-file says, within what the checkpoint can."""
     return min(length for length in (wanted, limit, 2**31 - 1) if length)
+
+
+def _updates(resolved: ResolvedRun, trainer: Trainer, model: ModelFolder) -> UpdateSettings:
+    weights = resolved.spec.weights
+    probes: Sequence[tuple[int, ...]] = ()
+    if weights.probes and model.vocabulary is not None:
+        probes = probe_prompts(weights.probes, model.vocabulary, resolved.spec.seed)
+    return UpdateSettings(
+        overlap="stages-aside" in resolved.one["engine"].capability.provides,
+        timeout_s=weights.timeout_s,
+        proof=DeliveryProof(verify=weights.verify, probes=probes, score=trainer.log_probs),
+    )
 
 
 def _filters(resolved: ResolvedRun) -> list[GroupFilter]:

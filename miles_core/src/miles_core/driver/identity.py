@@ -9,7 +9,16 @@ from miles_core.config.spec import RunSpec
 from miles_core.errors import RunError
 from miles_core.tracking.run_dir import RunDir
 
-MAY_CHANGE = ("schedule.steps", "checkpoint", "eval", "tracking", "stall_s", "check_weight_update_equal", "plugins")
+MAY_CHANGE = (
+    "schedule.steps",
+    "checkpoint",
+    "eval",
+    "tracking",
+    "stall_s",
+    "weights",
+    "check_weight_update_equal",
+    "plugins",
+)
 """What a resumed run may change: none of it alters the steps that are done."""
 
 

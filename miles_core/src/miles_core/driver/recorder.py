@@ -54,7 +54,8 @@ class Recorder:
         self._timings["tokens/batch"] = float(batch)
         self._timings["tokens/sampled"] = float(sampled)
 
-    def wasted(self, figures: Mapping[str, float]) -> None:
+    def timings(self, figures: Mapping[str, float]) -> None:
+        """Figures of the step that the wall clock decides."""
         self._timings.update(figures)
 
     def contracts(self, step: int, reports: Sequence[Report]) -> None:

@@ -12,12 +12,12 @@ from miles_core.driver.recorder import Recorder
 from miles_core.driver.signals import StopRequest
 from miles_core.kinds.engine import Engine
 from miles_core.kinds.executor import Trainer
-from miles_core.kinds.transport import Transport
 from miles_core.rollout.alarm import ConstantRewardAlarm
 from miles_core.rollout.episode import Episodes
 from miles_core.rollout.scheduler import GroupFilter
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
+from miles_core.weights.fleet import Fleet
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class Run:
     recorder: Recorder
     trainer: Trainer
     engines: Sequence[Engine]
-    transport: Transport
+    fleet: Fleet
     stream: PromptStream
     eval_prompts: Sequence[Prompt]
     episodes: Episodes

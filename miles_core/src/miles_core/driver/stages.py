@@ -16,7 +16,6 @@ from miles_core.rollout.evaluate import evaluate
 from miles_core.rollout.scheduler import Collected, collect
 from miles_core.types import TrainBatch
 from miles_core.watch import progress, waiting
-from miles_core.weights import lifecycle
 from miles_core.weights.equality import check_weight_update_equal
 
 
@@ -36,11 +35,12 @@ async def publish(run: Run, version: int, *, first: bool = False) -> None:
     """Make the trainer's weights `version` on every engine."""
     with run.recorder.phase("publish"), waiting("driver", on=f"publishing weight version {version}"):
         if first and run.spec.check_weight_update_equal:
-            report = await check_weight_update_equal(run.transport, run.engines, version, seed=run.spec.seed)
+            report = await check_weight_update_equal(run.fleet.publish, run.engines, version, seed=run.spec.seed)
             run.recorder.event("weights_equal", version=version, tensors=report.num_tensors)
         else:
-            report = await lifecycle.publish(run.transport, run.engines, version)
+            report = await run.fleet.publish(version)
     run.recorder.event("publish", version=version, tensors=report.num_tensors, bytes=report.num_bytes)
+    run.recorder.timings(report.figures)
     progress()
 
 
@@ -133,7 +133,7 @@ async def _collect(run: Run, step: int) -> Collected:
         run.recorder.alarm(step, warning)
     if collected.failures:
         run.recorder.event("failures", step=step, **{str(k): v for k, v in collected.failures.items()})
-    run.recorder.wasted(collected.wasted)
+    run.recorder.timings(collected.wasted)
     return collected
 
 

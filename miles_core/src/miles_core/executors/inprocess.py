@@ -19,7 +19,7 @@ from miles_core.executors.rank import RankHost, device_of, located
 from miles_core.kinds.backend import RouteCounts, StepMetrics
 from miles_core.kinds.engine import Engine, EngineContext
 from miles_core.kinds.executor import EngineSpec, TrainerSpec
-from miles_core.kinds.transport import Sender
+from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.registry import load_target
 from miles_core.types import Float32, TrainBatch, WeightManifest
 from miles_core.watch import progress, waiting
@@ -66,6 +66,9 @@ class InProcessTrainer:
 
     async def open_sender(self, make: Callable[[], Sender]) -> None:
         await self._run("open_sender", make)
+
+    async def open_senders(self, make: Callable[[int, int], SharedSender]) -> None:
+        await self._run("open_senders", make)
 
     async def send_weights(self, version: int) -> WeightManifest:
         return cast(WeightManifest, await self._run("send_weights", version))

@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from miles_core.errors import MilesError, RunError, TransportError
 from miles_core.kinds.backend import Backend, BackendContext
 from miles_core.kinds.executor import TrainerSpec
-from miles_core.kinds.transport import Sender
+from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.registry import load_target
 from miles_core.types import WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor, name_some
+from miles_core.weights.stopwatch import Stopwatch
 
 RANK_METHODS = frozenset(
     {
-        "log_probs",
-        "route_counts",
-        "train_step",
-        "save",
-        "load",
-        "save_hf",
-        "offload",
-        "onload",
-        "open_sender",
-        "send_weights",
-        "close",
+        *("log_probs", "route_counts", "train_step", "save", "load", "save_hf", "offload", "onload"),
+        *("open_sender", "open_senders", "send_weights", "close"),
     }
 )
 """What an executor may ask of a rank by name."""
+OWN_METHODS = frozenset({"open_sender", "open_senders", "send_weights", "close"})
+"""Those that the host answers; the others are the backend's."""
 
 
 @contextlib.contextmanager
@@ -76,8 +70,9 @@ class RankHost:
 
     def __init__(self, spec: TrainerSpec, *, rank: int, device: str) -> None:
         self.where = f"trainer rank {rank}"
-        self._rank = rank
+        self._rank, self._world_size = rank, spec.world_size
         self._sender: Sender | None = None
+        self._shared: SharedSender | None = None
         context = BackendContext(
             model_path=spec.model_path,
             device=device,
@@ -96,47 +91,58 @@ class RankHost:
         """Call one of `RANK_METHODS` by name; this object's own method where it has one, else the backend's."""
         if method not in RANK_METHODS:
             raise RunError(f"a trainer rank has no method {method!r}", where=self.where)
-        owner = self if method in ("open_sender", "send_weights", "close") else self._backend
+        owner = self if method in OWN_METHODS else self._backend
         with located(self.where, method):
             return getattr(owner, method)(*args, **kwargs)
 
     def open_sender(self, make: Callable[[], Sender]) -> None:
         """Build the sending end here; on rank 0 only."""
-        if self._sender is not None:
-            self._sender.close()
+        self._close_sender()
         self._sender = make()
 
+    def open_senders(self, make: Callable[[int, int], SharedSender]) -> None:
+        """Build this rank's sending end; on every rank."""
+        self._close_sender()
+        self._sender = self._shared = make(self._rank, self._world_size)
+
     def send_weights(self, version: int) -> WeightManifest | None:
-        """Export on all ranks; rank 0 pushes every bucket and returns the digest of every tensor pushed, others None.
+        """Export on all ranks; a rank with a sender pushes every bucket and accounts for it, others return None.
 
         When sending fails the export is drained nonetheless: the other ranks are in its collectives.
         """
         buckets = self._backend.export(version)
-        if self._rank != 0:
+        if self._sender is None and self._rank != 0:
             _drain(buckets)
             return None
         if self._sender is None:
             raise TransportError("this rank has no sender", do="open the transport before the first publish")
-        account = _Account(version)
+        account, clock = _Account(version), Stopwatch()
         try:
-            for bucket in buckets:
-                account.add(bucket)
+            for bucket in clock.timed("prepare_s", buckets):
+                with clock.running("digest_s"):
+                    account.add(bucket)
                 try:
-                    self._sender.send(bucket)
+                    with clock.running("move_s"):
+                        self._sender.send(bucket)
                 except Exception:
                     self._sender.abort(f"sending bucket {bucket.index} of version {version} failed")
                     _drain(buckets)
                     raise
-            return account.manifest()
+            with clock.running("move_s"):
+                figures = self._shared.finish(version) if self._shared is not None else {}
+            return account.manifest({**clock.seconds, **figures})
         except BaseException as error:
             self._sender.abort(f"{type(error).__name__}: {error}")
             raise
 
-    def close(self) -> None:
-        """Close both ends; safe to call twice."""
-        sender, self._sender = self._sender, None
+    def _close_sender(self) -> None:
+        sender, self._sender, self._shared = self._sender, None, None
         if sender is not None:
             sender.close()
+
+    def close(self) -> None:
+        """Close both ends; safe to call twice."""
+        self._close_sender()
         self._backend.close()
 
 
@@ -173,10 +179,10 @@ class _Account:
         self._next_index += 1
         self._complete = bucket.last
 
-    def manifest(self) -> WeightManifest:
+    def manifest(self, figures: Mapping[str, float]) -> WeightManifest:
         if not self._complete:
             raise self._error(f"{self._next_index} buckets, none marked last")
-        return WeightManifest(version=self._version, digests=self._digests, num_bytes=self._num_bytes)
+        return WeightManifest(version=self._version, digests=self._digests, num_bytes=self._num_bytes, figures=figures)
 
     def _error(self, problem: str) -> TransportError:
         return TransportError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -124,8 +124,17 @@ class Engine(Protocol):
         all."""
         ...
 
-    async def digests(self) -> Mapping[str, str]:
-        """Digest of every tensor the engine serves with, under its Hugging Face name (tag `verifies-weights`)."""
+    async def digests(self, names: Collection[str] | None = None) -> Mapping[str, str]:
+        """Digests (`weights.digests.digest_tensor`) of the tensors the engine serves with *now*, under their Hugging
+        Face names (tag `verifies-weights`).
+
+        They tell of the live weights, never of the copy that was received. An engine with fused or sharded layouts
+        answers for the parts: it slices them out of the live tensor, or asks its server for a checksum of the fused
+        one, rebuilds from the received parts what that must be, and reports the parts' digests where the two agree.
+
+        Args:
+            names: Only these, where there are many; None is all.
+        """
         ...
 
     async def stats(self) -> Mapping[str, float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from miles_core.types import WeightBucket, WeightManifest
 
@@ -38,6 +39,24 @@ class Sender(Protocol):
     def close(self) -> None: ...
 
 
+class SharedSender(Sender, Protocol):
+    """One of several sending ends, one in each trainer rank (`WeightSource.open_senders`).
+
+    Every rank is handed every bucket it exports and moves its own share: its targets, or the tensors it owns.
+    """
+
+    def finish(self, version: int) -> Mapping[str, float]:
+        """Return once nothing of this end is in flight any more; called after the last bucket.
+
+        Returns:
+            What it cost, for `WeightManifest.figures`.
+
+        Raises:
+            TransportError: something did not arrive. A failure in the background is never only logged.
+        """
+        ...
+
+
 class Receiver(Protocol):
     """An engine's end; lives in the engine's process. Blocking: engines call it from a worker thread."""
 
@@ -52,6 +71,20 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
+@runtime_checkable
+class FolderReceiver(Receiver, Protocol):
+    """A receiver that can also leave the version as a Hugging Face folder, for engines that load from disk
+    (tag `reads-disk`)."""
+
+    def materialise(self, version: int) -> Path:
+        """The complete folder of `version` on this host; it stays as it is until the version after the next one.
+
+        Raises:
+            TransportError: the version cannot be built from what is published; nothing half-built is returned.
+        """
+        ...
+
+
 class WeightSource(Protocol):
     """The trainer as a transport sees it."""
 
@@ -59,8 +92,16 @@ class WeightSource(Protocol):
         """Build the sending end in trainer rank 0 and keep it for the trainer's life."""
         ...
 
+    async def open_senders(self, make: Callable[[int, int], SharedSender]) -> None:
+        """Build a sending end in every rank, ``make(rank, world_size)``; takes the place of `open_sender`."""
+        ...
+
     async def send_weights(self, version: int) -> WeightManifest:
-        """Export the current weights on all ranks and push each bucket through the sender of rank 0."""
+        """Export the current weights on all ranks and push each bucket through rank 0's sender, or each rank's own.
+
+        Raises:
+            TransportError: with several senders, also when ranks hold different values of one tensor.
+        """
         ...
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -270,8 +270,8 @@ class RecordingEngine:
         self.events.append("scramble")
         self.weights = {name: tensor.clone() for name, tensor in example_weights(-seed - 2).items()}
 
-    async def digests(self) -> Mapping[str, str]:
-        return _digests(self.weights)
+    async def digests(self, names: Collection[str] | None = None) -> Mapping[str, str]:
+        return _digests({name: tensor for name, tensor in self.weights.items() if names is None or name in names})
 
     async def stats(self) -> Mapping[str, float]:
         return {"running": float(self._running.is_set()), "requests": float(self._requests)}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk, GenerateRequest, PauseMode
@@ -192,8 +192,8 @@ class ScriptedEngine:
     async def scramble(self, seed: int) -> None:
         self._served = dict.fromkeys(self._served, f"noise {seed}")
 
-    async def digests(self) -> Mapping[str, str]:
-        return dict(self._served)
+    async def digests(self, names: Collection[str] | None = None) -> Mapping[str, str]:
+        return {name: digest for name, digest in self._served.items() if names is None or name in names}
 
     async def stats(self) -> Mapping[str, float]:
         return {

@@ -131,12 +131,30 @@ CLOCK = (
     Metric("rollout/aborted_attempts_cut", "attempts", "attempts of aborted surplus groups cut while running", True),
     Metric("rollout/aborted_tokens_finished", "tokens", "sampled tokens of those finished attempts", True),
 )
+SYNC = (
+    Metric("sync/prepare_s", "s", "trainer: gathering and converting the exported tensors", True),
+    Metric("sync/digest_s", "s", "trainer: digests of the exported tensors", True),
+    Metric("sync/move_s", "s", "trainer: handing them to the transport, waits for the engines included", True),
+    Metric("sync/encode_s", "s", "trainer: comparing with the last version and compressing the difference", True),
+    Metric("sync/write_s", "s", "trainer: writing the publication", True),
+    Metric("sync/stage_s", "s", "from the first export until every engine has staged the version", True),
+    Metric("sync/pause_s", "s", "how long the engines did not generate", True),
+    Metric("sync/activate_s", "s", "swapping the version in and flushing caches, slowest engine", True),
+    Metric("sync/skew_s", "s", "slowest less fastest engine to stage the version", True),
+    Metric("sync/verify_s", "s", "proving the live weights: digests of the engines", True),
+    Metric("sync/verified_tensors", "tensors", "tensors whose live digest was compared", True),
+    Metric("sync/probe_s", "s", "proving by probes: engines continue them, the trainer scores them", True),
+    Metric("sync/probe_gap", "nats", "largest |engine - trainer| log-prob of a probe token", True),
+    Metric("sync/wire_bytes", "bytes", "bytes the transport moved or wrote", True),
+    Metric("sync/density", "fraction", "bytes of the model that changed since the last version", True),
+)
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rollout": ROLLOUT,
     "Training": TRAIN,
     "The four contracts": CONTRACTS,
     "Corrections": CORRECTIONS,
     "Evaluation": EVAL,
+    "Weight updates": SYNC,
     "Wall clock": CLOCK,
 }
 METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metric in section)

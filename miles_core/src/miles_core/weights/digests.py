@@ -1,22 +1,24 @@
 """Digests of tensors: how two sides agree that they hold the same weights without showing them to each other.
 
 A digest covers dtype, shape and bytes, so that a transposed, viewed or re-rounded tensor differs even when its bytes or
-its values happen to agree. Names are those `save_pretrained` would write.
+its values happen to agree. Names are those `save_pretrained` would write. xxh3-128 is not a cryptographic hash: it
+finds mistakes, at the speed of memory, and the parties trust one another.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import xxhash
+
+from miles_core.errors import TransportError
 from miles_core.types import NamedTensor, WeightManifest
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DIGEST_BYTES = 16
 NAMES_SHOWN = 8
 """Names listed in a message before it says how many more there are."""
 
@@ -25,12 +27,12 @@ def digest_tensor(tensor: Tensor) -> str:
     """Digest of one tensor, any device and layout.
 
     Returns:
-        32 hexadecimal characters: blake2b of dtype, shape and the row-major bytes.
+        32 hexadecimal characters: xxh3-128 of dtype, shape and the row-major bytes.
     """
     import torch
 
     values = tensor.detach().to("cpu").contiguous()
-    digest = hashlib.blake2b(f"{values.dtype}|{tuple(values.shape)}|".encode(), digest_size=DIGEST_BYTES)
+    digest = xxhash.xxh3_128(f"{values.dtype}|{tuple(values.shape)}|".encode())
     # uint8 views work for every dtype, bfloat16 and float8 included; a 0-dimensional tensor has no last axis to view.
     digest.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
@@ -50,6 +52,44 @@ def manifest(version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
         digests[named.name] = digest_tensor(named.tensor)
         num_bytes += named.tensor.numel() * named.tensor.element_size()
     return WeightManifest(version=version, digests=digests, num_bytes=num_bytes)
+
+
+def merge_manifests(parts: Sequence[WeightManifest]) -> WeightManifest:
+    """What several sources sent of one version. A tensor that several hold (a replicated one) counts once.
+
+    Returns:
+        Figures are the largest of any source; those in bytes are summed.
+
+    Raises:
+        TransportError: sources are at different versions, or hold different values of one tensor.
+    """
+    versions = sorted({part.version for part in parts})
+    if len(versions) != 1:
+        raise TransportError(
+            "the sources sent different versions", expected="one version", found=", ".join(map(str, versions)) or "none"
+        )
+    digests: dict[str, str] = {}
+    conflicts: set[str] = set()
+    for part in parts:
+        conflicts |= {name for name, digest in part.digests.items() if digests.get(name, digest) != digest}
+        digests = {**part.digests, **digests}
+    if conflicts:
+        raise TransportError(
+            f"trainer ranks hold different values of one tensor in version {versions[0]}",
+            expected="replicated tensors equal on all ranks, bit for bit",
+            found=name_some(sorted(conflicts)),
+            do="look for an update that one rank skipped; the version was not published",
+        )
+    figures: dict[str, float] = {}
+    for part in parts:
+        for name, value in part.figures.items():
+            before = figures.get(name)
+            if before is None:
+                figures[name] = value
+            else:
+                figures[name] = before + value if name.endswith("_bytes") else max(before, value)
+    num_bytes = max((part.num_bytes for part in parts), default=0)
+    return WeightManifest(version=versions[0], digests=digests, num_bytes=num_bytes, figures=figures)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,20 +6,22 @@ A tensor that is never written goes unnoticed as long as its old value happens t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from miles_core.errors import ContractError
 from miles_core.kinds.engine import Engine
-from miles_core.kinds.transport import Transport
 from miles_core.watch import waiting
 from miles_core.weights.digests import compare, name_some
-from miles_core.weights.lifecycle import PublishReport, publish
+from miles_core.weights.lifecycle import PublishReport
 
 
 async def check_weight_update_equal(
-    transport: Transport, engines: Sequence[Engine], version: int, *, seed: int
+    publish: Callable[[int], Awaitable[PublishReport]], engines: Sequence[Engine], version: int, *, seed: int
 ) -> PublishReport:
     """Scramble all engines, publish `version`, and compare every tensor they serve with the trainer's.
+
+    Args:
+        publish: `Fleet.publish`, or any other way to make a version the one that `engines` serve.
 
     Needs engines with the tag `verifies-weights`; nothing may be generating. The version is published afterwards.
 
@@ -31,7 +33,7 @@ async def check_weight_update_equal(
     with waiting("check of the weight update", on="the engines to scramble their weights"):
         await asyncio.gather(*(engine.scramble(seed + index) for index, engine in enumerate(engines)))
     noise = await _digests(engines)
-    report = await publish(transport, engines, version)
+    report = await publish(version)
     served = await _digests(engines)
     trained = report.manifest.digests
     problems: list[str] = []

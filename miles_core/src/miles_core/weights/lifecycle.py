@@ -1,29 +1,33 @@
-"""Publish one weight version: pause, stage, verify, activate, resume; complete on every engine or visible on none.
+"""Publish one weight version: complete on every engine or visible on none.
 
-    SERVING ──> PAUSING ──> STAGING ──> VERIFYING ──> ACTIVATING ──> RESUMING ──> PUBLISHED
-                   └───────────┴────────────┴─────────────┤              └─────┐
-                                     REFUSED <── ROLLING_BACK                  ├──> SPLIT
-                                                          └────────────────────┘
+    SERVING ─┬─> PAUSING ─> STAGING ─> VERIFYING ────────────┬─> ACTIVATING
+             └────────────> STAGING ─> VERIFYING ─> PAUSING ─┘        │
+                  REFUSED <─ ROLLING_BACK <─ any of them may fail     │
+                                                                      v
+             PUBLISHED <─ PROBING <─ RESUMING <─ PROVING <────────────┤
+                            any of them may fail ─> SPLIT <───────────┘
 
-Until ACTIVATING nothing that an engine serves with has changed, so every failure before it ends in REFUSED with
-generation running again. Activation on several engines cannot be one atomic act; when it succeeds on some only, the
-update is SPLIT: no engine is resumed, so that no group can be sampled by two versions, and the run stops.
+The lower way is for engines that stage beside what they serve: they generate until the pause, and only the swap stops
+them. Until ACTIVATING nothing that an engine serves with has changed, so every failure before it ends in REFUSED with
+generation running on. Activation on several engines cannot be one atomic act; when it succeeds on some only, or an
+engine turns out to serve other weights than the trainer's, the update is SPLIT: no engine serves, so that no group can
+be sampled by mixed or wrong weights, and the run stops.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TypeVar
+from typing import Any, Protocol, TypeVar
 
 from miles_core.errors import MilesError, TransportError
 from miles_core.kinds.engine import Engine, PauseMode
 from miles_core.kinds.transport import Staged, Transport
 from miles_core.types import WeightManifest
-from miles_core.watch import progress, waiting
+from miles_core.watch import describe, progress, waiting
 from miles_core.weights.digests import compare
 
 T = TypeVar("T")
@@ -37,7 +41,9 @@ class Phase(StrEnum):
     STAGING = "staging"
     VERIFYING = "verifying"
     ACTIVATING = "activating"
+    PROVING = "proving"
     RESUMING = "resuming"
+    PROBING = "probing"
     PUBLISHED = "published"
     ROLLING_BACK = "rolling back"
     REFUSED = "refused"
@@ -45,17 +51,43 @@ class Phase(StrEnum):
 
 
 TRANSITIONS: dict[Phase, frozenset[Phase]] = {
-    Phase.SERVING: frozenset({Phase.PAUSING}),
-    Phase.PAUSING: frozenset({Phase.STAGING, Phase.ROLLING_BACK}),
+    Phase.SERVING: frozenset({Phase.PAUSING, Phase.STAGING}),
+    Phase.PAUSING: frozenset({Phase.STAGING, Phase.ACTIVATING, Phase.ROLLING_BACK}),
     Phase.STAGING: frozenset({Phase.VERIFYING, Phase.ROLLING_BACK}),
-    Phase.VERIFYING: frozenset({Phase.ACTIVATING, Phase.ROLLING_BACK}),
-    Phase.ACTIVATING: frozenset({Phase.RESUMING, Phase.ROLLING_BACK, Phase.SPLIT}),
-    Phase.RESUMING: frozenset({Phase.PUBLISHED, Phase.SPLIT}),
+    Phase.VERIFYING: frozenset({Phase.PAUSING, Phase.ACTIVATING, Phase.ROLLING_BACK}),
+    Phase.ACTIVATING: frozenset({Phase.PROVING, Phase.ROLLING_BACK, Phase.SPLIT}),
+    Phase.PROVING: frozenset({Phase.RESUMING, Phase.SPLIT}),
+    Phase.RESUMING: frozenset({Phase.PROBING, Phase.SPLIT}),
+    Phase.PROBING: frozenset({Phase.PUBLISHED, Phase.SPLIT}),
     Phase.ROLLING_BACK: frozenset({Phase.REFUSED}),
     Phase.PUBLISHED: frozenset(),
     Phase.REFUSED: frozenset(),
     Phase.SPLIT: frozenset(),
 }
+PAUSED_PHASES = (Phase.PAUSING, Phase.ACTIVATING, Phase.PROVING, Phase.RESUMING)
+
+
+class Proof(Protocol):
+    """Evidence that the engines serve what the trainer has; `weights.proof` is the real one."""
+
+    async def weights(self, engines: Sequence[Engine], manifest: WeightManifest) -> Mapping[str, float]:
+        """Look at the live weights while the engines are paused; figures of what it cost. Raises `ContractError`."""
+        ...
+
+    async def logprobs(self, engines: Sequence[Engine], version: int) -> Mapping[str, float]:
+        """Let the engines, just resumed, score what the trainer can score too. Raises `ContractError`."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateSettings:
+    """How updates are done."""
+
+    overlap: bool = False
+    """Stage before the pause; every engine must provide the tag `stages-aside`."""
+    timeout_s: float | None = None
+    """Seconds that staging, and each answer of an engine, may take; None is for ever."""
+    proof: Proof | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +97,11 @@ class PublishReport:
     manifest: WeightManifest
     """The sender's; every engine's was equal to it."""
     seconds_by_phase: Mapping[str, float]
-    """Wall seconds of pausing, staging, verifying, activating and resuming."""
+    """Wall seconds of each phase, in the order in which they were entered."""
+    figures: Mapping[str, float] = field(default_factory=dict)
+    """``sync/...`` metrics of this update."""
+    refused: Mapping[int, str] = field(default_factory=dict)
+    """Engines that asked to join and could not, by their position, and why."""
 
     @property
     def version(self) -> int:
@@ -87,6 +123,7 @@ class WeightUpdate:
         self.version = version
         self.phase = Phase.SERVING
         self.seconds: dict[str, float] = {}
+        self.timeout_s: float | None = None
         self._entered = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
@@ -100,7 +137,12 @@ class WeightUpdate:
 
 
 async def publish(
-    transport: Transport, engines: Sequence[Engine], version: int, *, mode: PauseMode = "retract"
+    transport: Transport,
+    engines: Sequence[Engine],
+    version: int,
+    settings: UpdateSettings | None = None,
+    *,
+    mode: PauseMode = "retract",
 ) -> PublishReport:
     """Make `version` the one that every engine serves.
 
@@ -111,37 +153,120 @@ async def publish(
 
     Raises:
         TransportError: the version was refused (all engines serve the old one again) or is split (none serves).
+        ContractError: an engine serves other weights than the trainer's; none serves now.
     """
-    return await run_update(WeightUpdate(version), transport, engines, mode=mode)
+    return await run_update(WeightUpdate(version), transport, engines, settings, mode=mode)
 
 
 async def run_update(
-    update: WeightUpdate, transport: Transport, engines: Sequence[Engine], *, mode: PauseMode = "retract"
+    update: WeightUpdate,
+    transport: Transport,
+    engines: Sequence[Engine],
+    settings: UpdateSettings | None = None,
+    *,
+    mode: PauseMode = "retract",
+    newcomers: frozenset[int] = frozenset(),
 ) -> PublishReport:
-    """`publish` with the state in the caller's hands."""
-    version = update.version
-    update.enter(Phase.PAUSING)
+    """`publish` with the state in the caller's hands.
+
+    Args:
+        mode: What happens to requests in flight.
+        newcomers: Positions of engines that never served a version of this run; theirs need not agree with the others'.
+    """
+    settings = settings or UpdateSettings()
+    update.timeout_s = settings.timeout_s
+    paused = False
     try:
+        old = await _served_versions(update, engines, newcomers)
+        if settings.overlap:
+            staged = await _stage(update, transport, len(engines))
+        update.enter(Phase.PAUSING)
+        paused = True
         await _all(update, "pause", [engine.pause(mode) for engine in engines])
-        old = await _served_version(update, engines)
-        update.enter(Phase.STAGING)
-        staged = await transport.publish(version)
-        update.enter(Phase.VERIFYING)
-        verify(staged, version, num_engines=len(engines))
+        if not settings.overlap:
+            staged = await _stage(update, transport, len(engines))
         update.enter(Phase.ACTIVATING)
     except BaseException:
-        await _roll_back(update, engines)
+        if update.phase is not Phase.SERVING:  # before the first phase nothing has been asked of anybody
+            await _roll_back(update, engines if paused else ())
         raise
-    await _activate(update, engines, old)
-    update.enter(Phase.RESUMING)
-    try:
-        await _all(update, "resume", [engine.resume() for engine in engines])
-    except BaseException:
-        update.enter(Phase.SPLIT)
-        raise
+    # From here a caller that gives up would leave the engines in between; every step is bounded by the time-out.
+    figures = await _to_its_end(_switch(update, engines, old, staged.sent, settings.proof))
     update.enter(Phase.PUBLISHED)
     progress()
-    return PublishReport(manifest=staged.sent, seconds_by_phase=dict(update.seconds))
+    return PublishReport(
+        manifest=staged.sent,
+        seconds_by_phase=dict(update.seconds),
+        figures={**_figures(update, staged), **figures},
+    )
+
+
+async def _stage(update: WeightUpdate, transport: Transport, num_engines: int) -> Staged:
+    update.enter(Phase.STAGING)
+    try:
+        async with asyncio.timeout(update.timeout_s):
+            staged = await transport.publish(update.version)
+    except TimeoutError as error:
+        raise TransportError(
+            f"version {update.version} was not staged within {update.timeout_s:g} s",
+            found=describe(limit=4),
+            do="mend who is waited for, or raise weights.timeout_s",
+        ) from error
+    update.enter(Phase.VERIFYING)
+    verify(staged, update.version, num_engines=num_engines)
+    return staged
+
+
+async def _switch(
+    update: WeightUpdate, engines: Sequence[Engine], old: Sequence[int], manifest: WeightManifest, proof: Proof | None
+) -> Mapping[str, float]:
+    """Activate, prove, resume, probe; figures of the proof."""
+    figures: dict[str, float] = {}
+    await _activate(update, engines, old)
+    update.enter(Phase.PROVING)
+    try:
+        if proof is not None:
+            figures.update(await proof.weights(engines, manifest))
+        update.enter(Phase.RESUMING)
+        await _all(update, "resume", [engine.resume() for engine in engines])
+        update.enter(Phase.PROBING)
+        if proof is not None:
+            figures.update(await proof.logprobs(engines, update.version))
+    except BaseException:
+        update.enter(Phase.SPLIT)
+        await _outcomes(update, "pause", [engine.pause() for engine in engines])
+        raise
+    return figures
+
+
+def _figures(update: WeightUpdate, staged: Staged) -> dict[str, float]:
+    seconds = update.seconds
+    loads = [received.figures["load_s"] for received in staged.received if "load_s" in received.figures]
+    return {
+        "sync/wire_bytes": float(staged.sent.num_bytes),
+        **{f"sync/{name}": value for name, value in staged.sent.figures.items()},
+        "sync/stage_s": seconds[Phase.STAGING],
+        "sync/activate_s": seconds[Phase.ACTIVATING],
+        "sync/pause_s": sum(seconds.get(phase, 0.0) for phase in PAUSED_PHASES)
+        + (0.0 if _staged_first(seconds) else seconds[Phase.STAGING] + seconds[Phase.VERIFYING]),
+        "sync/skew_s": max(loads) - min(loads) if loads else 0.0,
+    }
+
+
+def _staged_first(seconds: Mapping[str, float]) -> bool:
+    return next(iter(seconds)) == Phase.STAGING
+
+
+async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
+    """Finish `work` even when the caller is cancelled, and only then pass the cancellation on."""
+    task = asyncio.create_task(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()  # the cancellation is what the caller gets; the phase tells the outcome
+        raise
 
 
 def verify(staged: Staged, version: int, *, num_engines: int) -> None:
@@ -172,29 +297,30 @@ def verify(staged: Staged, version: int, *, num_engines: int) -> None:
         )
 
 
-async def _served_version(update: WeightUpdate, engines: Sequence[Engine]) -> int:
-    """The one version all engines serve; -1 before the first publish."""
+async def _served_versions(update: WeightUpdate, engines: Sequence[Engine], newcomers: frozenset[int]) -> Sequence[int]:
+    """What each engine serves: one version, -1 before the first publish; a newcomer anything."""
     versions = await _all(update, "version", [engine.version() for engine in engines])
     if not versions:
         raise TransportError("there is no engine to publish to", expected="at least one engine", found="none")
-    if len(set(versions)) > 1 or update.version < versions[0]:
+    members = {version for index, version in enumerate(versions) if index not in newcomers}
+    if len(members) > 1 or (members and update.version < max(members)):
         raise TransportError(
             f"version {update.version} cannot be published",
             expected=f"every engine on one version, at most {update.version}",
             found=", ".join(f"engine {index}: {version}" for index, version in enumerate(versions)),
             do="restart the run with --resume",
         )
-    return versions[0]
+    return versions
 
 
-async def _activate(update: WeightUpdate, engines: Sequence[Engine], old: int) -> None:
+async def _activate(update: WeightUpdate, engines: Sequence[Engine], old: Sequence[int]) -> None:
     """Swap on all engines, then ask each what it serves: the answers, not the absence of errors, decide."""
     version = update.version
     failures = await _outcomes(update, "activate", [engine.activate(version) for engine in engines])
     served = await _outcomes(update, "version", [engine.version() for engine in engines])
     if all(found == version for found in served) and not any(isinstance(f, BaseException) for f in failures):
         return
-    untouched = all(found == old for found in served) and old != version
+    untouched = list(served) == list(old) and version not in old
     found = "; ".join(
         f"engine {index}: " + (_brief(failure) if isinstance(failure, BaseException) else f"serves {_brief(now)}")
         for index, (failure, now) in enumerate(zip(failures, served, strict=True))
@@ -205,7 +331,7 @@ async def _activate(update: WeightUpdate, engines: Sequence[Engine], old: int) -
         raise TransportError(
             f"version {version} could not be activated",
             found=found,
-            do=f"all engines serve version {old} again; mend the engine's failure",
+            do="all engines serve what they served before; mend the engine's failure",
         ) from cause
     update.enter(Phase.SPLIT)
     raise TransportError(
@@ -246,7 +372,11 @@ async def _all(update: WeightUpdate, verb: str, calls: Iterable[Awaitable[T]]) -
 async def _outcomes(update: WeightUpdate, verb: str, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
     async def one(index: int, call: Awaitable[T]) -> T:
         with waiting(f"publish of version {update.version}", on=f"engine {index}: {verb}"):
-            return await call
+            try:
+                async with asyncio.timeout(update.timeout_s):
+                    return await call
+            except TimeoutError as error:
+                raise TransportError(f"{verb} did not end within {update.timeout_s:g} s") from error
 
     return await asyncio.gather(*(one(index, call) for index, call in enumerate(calls)), return_exceptions=True)
 

@@ -7,7 +7,9 @@ failed one should have woken: the transport's `abandon` unblocks both ends, so t
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from typing import Any
 
 from miles_core.errors import MilesError, TransportError
@@ -65,9 +67,12 @@ async def stage(
 async def _watched(name: str, version: int, call: Coroutine[Any, Any, WeightManifest]) -> WeightManifest:
     verb = "send" if name == "trainer" else "receive"
     with waiting(f"publish of version {version}", on=f"{name}: {verb}"):
+        began = time.monotonic()
         manifest = await call
     progress()
-    return manifest
+    if verb == "send":
+        return manifest
+    return replace(manifest, figures={**manifest.figures, "load_s": time.monotonic() - began})
 
 
 def _one_line(error: BaseException | None) -> str:

@@ -12,7 +12,7 @@ import asyncio
 import functools
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from enum import StrEnum
 from pathlib import Path
@@ -355,8 +355,8 @@ class LocalEngine:
             await self._in_thread(model.scramble, seed)
             self._scheduler.flush()
 
-    async def digests(self) -> Mapping[str, str]:
-        return await self._undisturbed(self._served().digests)
+    async def digests(self, names: Collection[str] | None = None) -> Mapping[str, str]:
+        return await self._undisturbed(self._served().digests, names)
 
     async def stats(self) -> Mapping[str, float]:
         """Gauges and counts since the start: requests running and waiting, tokens sampled, prefilled and reused, steps,

@@ -7,7 +7,7 @@ Not here: which requests run (scheduler) and who waits for their tokens (engine)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,8 @@ class LocalModel:
         weights.scramble(self.views, seed)
         self.forget()
 
-    def digests(self) -> dict[str, str]:
-        return weights.digests(self.views)
+    def digests(self, names: Collection[str] | None = None) -> dict[str, str]:
+        return weights.digests({name: view for name, view in self.views.items() if names is None or name in names})
 
 
 def _check_architecture(model: Any, model_path: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from typing import Any, cast
 
 import ray
@@ -83,8 +83,8 @@ class RayEngine:
     async def scramble(self, seed: int) -> None:
         await self._call("scramble", seed)
 
-    async def digests(self) -> Mapping[str, str]:
-        return cast(Mapping[str, str], await self._call("digests"))
+    async def digests(self, names: Collection[str] | None = None) -> Mapping[str, str]:
+        return cast(Mapping[str, str], await self._call("digests", names))
 
     async def stats(self) -> Mapping[str, float]:
         return cast(Mapping[str, float], await self._call("stats"))

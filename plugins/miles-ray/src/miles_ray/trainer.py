@@ -11,9 +11,10 @@ import ray
 
 from miles_core.errors import MilesError, RunError
 from miles_core.kinds.backend import RouteCounts, StepMetrics
-from miles_core.kinds.transport import Sender
+from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.types import Float32, TrainBatch, WeightManifest
 from miles_core.watch import progress, waiting
+from miles_core.weights.digests import merge_manifests
 from miles_ray.remote import fetch
 
 GRACE_S = 3.0
@@ -58,8 +59,12 @@ class RayTrainer:
         with waiting("driver", on="trainer rank 0: open_sender"):
             await fetch(ref, who="trainer rank 0", died=RunError, doing="open_sender")
 
+    async def open_senders(self, make: Callable[[int, int], SharedSender]) -> None:
+        await self._all("open_senders", make)
+
     async def send_weights(self, version: int) -> WeightManifest:
-        return cast(WeightManifest, (await self._all("send_weights", version))[0])
+        parts = await self._all("send_weights", version)
+        return merge_manifests([part for part in parts if part is not None])
 
     def abandon(self, reason: str) -> None:
         """Take the ranks for hung: later calls say so, and `close` kills them without asking."""
