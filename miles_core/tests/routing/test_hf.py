@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from miles_core.errors import ContractError, PluginError
 from miles_core.routing.hf import RouteRecorder, RouteReplay, find_routers
+from miles_core.testing.tiny_moe import CONFIGS, EXPERTS, HEADS, LATENT, MOE_LAYERS, SIZES, make_model
 from miles_core.types import UNRECORDED
-
-from .moe import CONFIGS, EXPERTS, HEADS, LATENT, MOE_LAYERS, SIZES, make_model
 
 IDS = torch.arange(3, 23)[None]
 

@@ -7,7 +7,9 @@ from miles_core.testing.engine import EngineConformance
 from miles_local.engine import LocalEngine
 from miles_local.options import LocalOptions
 
-PROVIDES = frozenset({"version-spans", "verifies-weights", "stages-aside", "streams", "pauses-in-place"})
+PROVIDES = frozenset(
+    {"version-spans", "verifies-weights", "stages-aside", "streams", "pauses-in-place", "records-routes"}
+)
 
 
 class TestDefaults(EngineConformance):

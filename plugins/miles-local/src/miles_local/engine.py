@@ -23,6 +23,7 @@ from tokenizers import Tokenizer
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
+from miles_core.routing.codec import Routes
 from miles_core.types import FinishReason, WeightManifest
 from miles_core.watch import progress, waiting
 from miles_local.model import LocalModel, Sampled
@@ -91,6 +92,8 @@ class LocalEngine:
     def _load(self) -> LocalModel:
         context = self._context
         model = LocalModel.load(context.model_path, device=context.device, dtype=self._options.dtype)
+        if context.routes:
+            model.record_routes()
         wanted = context.context_length
         if wanted is not None and model.max_tokens is not None and wanted > model.max_tokens:
             raise self._error(
@@ -165,7 +168,9 @@ class LocalEngine:
         model = self._served()
         context = self._context.context_length or model.max_tokens
         assert context is not None
-        check_request(request, vocab_size=model.vocab_size, context=context, where=self._name)
+        check_request(
+            request, vocab_size=model.vocab_size, context=context, routes=self._context.routes, where=self._name
+        )
         if request.params.stop and self._tokenizer is None:
             self._tokenizer = load_tokenizer(Path(self._context.model_path))
         order = next(self._arrivals)
@@ -213,7 +218,7 @@ class LocalEngine:
         self._busy_s += time.perf_counter() - began
         self._counts["steps"] += 1
         self._counts["tokens_prefilled"] += sum(part.count for part in plan.prefill)
-        self._scheduler.advance(plan)
+        self._scheduler.advance(plan, sampled.routes)
         self._deliver(plan, sampled)
         progress()
 
@@ -264,7 +269,7 @@ class LocalEngine:
                 self._counts["cached_tokens"] += cached
                 self._scheduler.close(row, keep_prefix=True)
                 del self._streams[row]
-                stream.finish(reason, cached)
+                stream.finish(reason, cached, _routes(row))
 
     def _finish_reason(self, row: Row) -> FinishReason | None:
         params = row.request.params
@@ -292,7 +297,7 @@ class LocalEngine:
     def _end_all(self) -> None:
         for row in list(self._scheduler.rows()):
             self._scheduler.close(row, keep_prefix=False)
-            self._streams.pop(row).finish(FinishReason.ABORT, 0)
+            self._streams.pop(row).finish(FinishReason.ABORT, 0, _routes(row))
 
     async def resume(self) -> None:
         self._served()
@@ -370,6 +375,10 @@ class LocalEngine:
             "prefix_tokens": float(prefixes.tokens if prefixes is not None else 0),
             "kv_mib": (self._model.kv_bytes if self._model is not None else 0) / 2**20,
         }
+
+
+def _routes(row: Row) -> Routes | None:
+    return row.routes.report(len(row.ids)) if row.request.routes else None
 
 
 def _nothing() -> None: ...

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.errors import EngineError
+from miles_core.routing.codec import Routes, dtype_for
+from miles_core.routing.hf import RouteRecorder, find_routers
 from miles_local import attention, weights
 from miles_local.kv import SlotStore
 from miles_local.sampling import sample
@@ -30,6 +32,8 @@ class Sampled:
 
     token_ids: list[int]
     logprobs: list[float]
+    routes: Routes | None = None
+    """[N, L, K] experts of the step's tokens, or None where none are recorded."""
 
 
 class LocalModel:
@@ -43,6 +47,7 @@ class LocalModel:
         self._model = model
         self._device = device
         self._store = SlotStore()
+        self._recorder: RouteRecorder | None = None
 
     @classmethod
     def load(cls, model_path: str, *, device: str, dtype: str) -> LocalModel:
@@ -74,6 +79,23 @@ class LocalModel:
         _check_architecture(model, model_path)
         return cls(model.to(device).eval(), torch.device(device))
 
+    def record_routes(self) -> None:
+        """Have every step return its tokens' experts.
+
+        Raises:
+            EngineError: the model is dense.
+            PluginError: its routers cannot be recorded.
+        """
+        routers = find_routers(self._model)
+        if not routers:
+            raise EngineError(
+                "a dense model has no routes to record",
+                expected="a model with MoE layers",
+                found=type(self._model).__name__,
+                do="set rollout.routes: off",
+            )
+        self._recorder = RouteRecorder(routers)
+
     @property
     def kv_bytes(self) -> int:
         return self._store.num_bytes
@@ -92,9 +114,13 @@ class LocalModel:
                     assert entry.saved is not None
                     self._store.load(entry.saved, slot, tokens)
         logits = self._forward(plan)
+        routes = None
+        if self._recorder is not None:
+            routes = self._recorder.take().to(torch.int32).cpu().numpy()
+            routes = routes.astype(dtype_for(self._recorder.num_experts))
         if not plan.draws:
-            return Sampled([], [])
-        return Sampled(*sample(logits, plan.draws))
+            return Sampled([], [], routes)
+        return Sampled(*sample(logits, plan.draws), routes)
 
     def _forward(self, plan: Plan) -> Tensor:
         """Logits [S, V] after the plan's sampled tokens (one row of no meaning when it samples none)."""

@@ -13,6 +13,8 @@ def miles_engines() -> list[Capability]:
             summary="Hugging Face model in the engine's own process, CPU or one GPU; no server to run",
             load="miles_local.engine:LocalEngine",
             options="miles_local.options:LocalOptions",
-            provides=frozenset({"version-spans", "verifies-weights", "stages-aside", "streams", "pauses-in-place"}),
+            provides=frozenset(
+                {"version-spans", "verifies-weights", "stages-aside", "streams", "pauses-in-place", "records-routes"}
+            ),
         )
     ]

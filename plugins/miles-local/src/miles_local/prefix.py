@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from miles_core.routing.codec import Routes
+
 if TYPE_CHECKING:
     from miles_local.kv import SavedKV
 
@@ -41,6 +43,8 @@ class PrefixEntry:
     token_ids: list[int]
     saved: SavedKV | None = None
     """Filled in when the model's thread has copied them; any step that loads the entry runs after that."""
+    routes: Routes | None = None
+    """Experts that made them: [tokens, L, K], or None where none are recorded."""
 
 
 class PrefixCache:

@@ -9,15 +9,18 @@ from miles_core.kinds.engine import GenerateRequest
 from miles_core.types import SamplingParams
 
 
-def check_request(request: GenerateRequest, *, vocab_size: int, context: int, where: str) -> None:
+def check_request(request: GenerateRequest, *, vocab_size: int, context: int, routes: bool, where: str) -> None:
     """Verify that a request can be served.
+
+    Args:
+        routes: The engine records expert routes.
 
     Raises:
         EngineError: naming the first thing that cannot.
     """
     found = _prompt_problem(request.token_ids, vocab_size, context) or _params_problem(request.params, vocab_size)
-    if request.routes:
-        found = ("expert routes were asked for", "an engine with the tag records-routes", "engine local", None)
+    if request.routes and not routes:
+        found = ("expert routes were asked for", "EngineContext.routes", "an engine that records none", None)
     if found is not None:
         message, expected, seen, do = found
         raise EngineError(f"request {request.request_id}: {message}", expected=expected, found=seen, where=where, do=do)

@@ -16,8 +16,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from miles_core.kinds.engine import GenerateRequest
+from miles_core.routing.codec import Routes
 from miles_local.attention import DecodeGroup, PrefillPart, group_rows
 from miles_local.prefix import MIN_SHARED, PrefixCache, PrefixEntry, common_prefix
+from miles_local.routes import RowRoutes
 from miles_local.sampling import Draw, uniform
 
 
@@ -41,6 +43,8 @@ class Row:
     mixed: bool = False
     """Its key-values are of older weights than those served: nobody else may use them."""
     closed: bool = False
+    routes: RowRoutes = field(default_factory=RowRoutes)
+    """Stays empty where the engine records none."""
 
     @property
     def pending(self) -> int:
@@ -143,6 +147,7 @@ class Scheduler:
         if keep_prefix and self.prefixes is not None:
             entry = None if row.mixed else self.prefixes.add(row.request.session_id, row.ids[: row.stored])
             if entry is not None:
+                entry.routes = row.routes.stored(row.stored)
                 self.moves.append(SaveSlot(row.slot, row.stored, entry))
         self.slots[row.slot] = None
         row.slot = None
@@ -172,6 +177,7 @@ class Scheduler:
         if row.slot is not None:
             self.slots[row.slot] = None
         row.slot, row.stored, row.mixed = None, 0, False
+        row.routes.restart()
         self.waiting.append(row)
         self.waiting.sort(key=lambda waiting: waiting.order)
 
@@ -197,6 +203,9 @@ class Scheduler:
             slot = self._free_slot()
             if move is not None:
                 self.moves.append(move(slot))
+                copied = move.routes
+                if copied is not None:
+                    row.routes.write(0, copied)
             row.slot, row.stored = slot, shared
             if row.cached is None:
                 row.cached = shared
@@ -221,7 +230,7 @@ class Scheduler:
             ready = min(common, other.stored)
             coming = max(coming, common)
             if ready >= MIN_SHARED and ready > shared and other.slot is not None:
-                move, shared = _MakeMove("copy", None, other.slot, ready), ready
+                move, shared = _MakeMove("copy", None, other, ready), ready
         if coming >= shared + MIN_SHARED:
             return None, None
         return move, shared
@@ -264,11 +273,20 @@ class Scheduler:
         self.moves.clear()
         return plan
 
-    def advance(self, plan: Plan) -> None:
-        """Record what a step stored."""
+    def advance(self, plan: Plan, routes: Routes | None = None) -> None:
+        """Record what a step stored.
+
+        Args:
+            routes: [N, L, K] experts of the step's tokens, or None where none are recorded.
+        """
+        first = 0
         for row, stored in plan.progress:
+            last = first + stored - row.stored
             if not row.closed:
+                if routes is not None:
+                    row.routes.write(row.stored, routes[first:last])
                 row.stored = stored
+            first = last
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,14 +295,22 @@ class _MakeMove:
 
     kind: Literal["load", "copy"]
     entry: PrefixEntry | None
-    source: int | None
+    source: Row | None
     tokens: int
+
+    @property
+    def routes(self) -> Routes | None:
+        """Of the tokens it brings."""
+        if self.entry is not None:
+            return None if self.entry.routes is None else self.entry.routes[: self.tokens]
+        assert self.source is not None
+        return self.source.routes.stored(self.tokens)
 
     def __call__(self, slot: int) -> Move:
         if self.entry is not None:
             return LoadSlot(self.entry, slot, self.tokens)
         assert self.source is not None
-        return CopySlot(self.source, slot, self.tokens)
+        return CopySlot(_slot(self.source), slot, self.tokens)
 
 
 def _assemble(moves: tuple[Move, ...], running: list[Row], decoding: list[Row], chunks: list[tuple[Row, int]]) -> Plan:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk
+from miles_core.routing.codec import Routes
 from miles_core.types import FinishReason
 
 
@@ -25,6 +26,7 @@ class Stream:
         self._finish: FinishReason | None = None
         self._error: EngineError | None = None
         self._cached = 0
+        self._routes: Routes | None = None
         self._version = -1
         self._ready = asyncio.Event()
 
@@ -36,8 +38,8 @@ class Stream:
         self._tokens.append(token)
         self._ready.set()
 
-    def finish(self, reason: FinishReason, cached_tokens: int) -> None:
-        self._finish, self._cached = reason, cached_tokens
+    def finish(self, reason: FinishReason, cached_tokens: int, routes: Routes | None = None) -> None:
+        self._finish, self._cached, self._routes = reason, cached_tokens, routes
         self._ready.set()
 
     def fail(self, error: EngineError) -> None:
@@ -64,5 +66,6 @@ class Stream:
             logprobs=tuple(token.logprob for token in taken),
             weight_version=version,
             finish_reason=self._finish if last else None,
+            routes=self._routes if last else None,
             cached_tokens=self._cached if last else 0,
         )

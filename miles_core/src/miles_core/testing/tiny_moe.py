@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import transformers
 
@@ -69,3 +70,15 @@ def make_model(name: str, *, dtype: torch.dtype = torch.float32, seed: int = 0) 
 def save_model(name: str, folder: Path, *, dtype: torch.dtype = torch.float32, seed: int = 0) -> Path:
     make_model(name, dtype=dtype, seed=seed).save_pretrained(folder)
     return folder
+
+
+def chosen_experts(model: Any, token_ids: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """i64[T, L, K]: what each layer's experts are asked for in one forward over the whole row."""
+    asked: list[torch.Tensor] = []
+    modules = [module for module in model.modules() if type(module).__name__.endswith("Experts")]
+    hooks = [module.register_forward_pre_hook(lambda _m, args: asked.append(args[1])) for module in modules]
+    with torch.no_grad():
+        model(input_ids=torch.tensor([token_ids]), use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    return torch.stack(asked, dim=1).numpy()
