@@ -18,9 +18,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from miles_core.errors import MilesError, TransportError
@@ -182,7 +183,7 @@ async def run_update(
             staged = await _stage(update, transport, len(engines))
         update.enter(Phase.PAUSING)
         paused = True
-        await _all(update, "pause", [engine.pause(mode) for engine in engines])
+        await _all(update, "pause", [partial(engine.pause, mode) for engine in engines])
         if not settings.overlap:
             staged = await _stage(update, transport, len(engines))
         update.enter(Phase.ACTIVATING)
@@ -228,13 +229,13 @@ async def _switch(
         if proof is not None:
             figures.update(await proof.weights(engines, manifest))
         update.enter(Phase.RESUMING)
-        await _all(update, "resume", [engine.resume() for engine in engines])
+        await _all(update, "resume", [engine.resume for engine in engines])
         update.enter(Phase.PROBING)
         if proof is not None:
             figures.update(await proof.logprobs(engines, update.version))
     except BaseException:
         update.enter(Phase.SPLIT)
-        await _outcomes(update, "pause", [engine.pause() for engine in engines])
+        await _outcomes(update, "pause", [engine.pause for engine in engines])
         raise
     return figures
 
@@ -299,7 +300,7 @@ def verify(staged: Staged, version: int, *, num_engines: int) -> None:
 
 async def _served_versions(update: WeightUpdate, engines: Sequence[Engine], newcomers: frozenset[int]) -> Sequence[int]:
     """What each engine serves: one version, -1 before the first publish; a newcomer anything."""
-    versions = await _all(update, "version", [engine.version() for engine in engines])
+    versions = await _all(update, "version", [engine.version for engine in engines])
     if not versions:
         raise TransportError("there is no engine to publish to", expected="at least one engine", found="none")
     members = {version for index, version in enumerate(versions) if index not in newcomers}
@@ -316,8 +317,8 @@ async def _served_versions(update: WeightUpdate, engines: Sequence[Engine], newc
 async def _activate(update: WeightUpdate, engines: Sequence[Engine], old: Sequence[int]) -> None:
     """Swap on all engines, then ask each what it serves: the answers, not the absence of errors, decide."""
     version = update.version
-    failures = await _outcomes(update, "activate", [engine.activate(version) for engine in engines])
-    served = await _outcomes(update, "version", [engine.version() for engine in engines])
+    failures = await _outcomes(update, "activate", [partial(engine.activate, version) for engine in engines])
+    served = await _outcomes(update, "version", [engine.version for engine in engines])
     if all(found == version for found in served) and not any(isinstance(f, BaseException) for f in failures):
         return
     untouched = list(served) == list(old) and version not in old
@@ -345,7 +346,7 @@ async def _activate(update: WeightUpdate, engines: Sequence[Engine], old: Sequen
 async def _roll_back(update: WeightUpdate, engines: Sequence[Engine]) -> None:
     """Resume what was paused, on the version it had; the error in flight follows, or explains a failure to resume."""
     update.enter(Phase.ROLLING_BACK)
-    outcomes = await _outcomes(update, "resume", [engine.resume() for engine in engines])
+    outcomes = await _outcomes(update, "resume", [engine.resume for engine in engines])
     update.enter(Phase.REFUSED)
     stuck = [f"engine {i}: {_brief(o)}" for i, o in enumerate(outcomes) if isinstance(o, BaseException)]
     if stuck:
@@ -356,7 +357,7 @@ async def _roll_back(update: WeightUpdate, engines: Sequence[Engine]) -> None:
         )
 
 
-async def _all(update: WeightUpdate, verb: str, calls: Iterable[Awaitable[T]]) -> list[T]:
+async def _all(update: WeightUpdate, verb: str, calls: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
     """Await one call per engine to its end; raise when any failed, naming every engine that did."""
     outcomes = await _outcomes(update, verb, calls)
     failed = [(index, outcome) for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
@@ -369,12 +370,14 @@ async def _all(update: WeightUpdate, verb: str, calls: Iterable[Awaitable[T]]) -
     return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]
 
 
-async def _outcomes(update: WeightUpdate, verb: str, calls: Iterable[Awaitable[T]]) -> list[T | BaseException]:
-    async def one(index: int, call: Awaitable[T]) -> T:
+async def _outcomes(
+    update: WeightUpdate, verb: str, calls: Iterable[Callable[[], Awaitable[T]]]
+) -> list[T | BaseException]:
+    async def one(index: int, call: Callable[[], Awaitable[T]]) -> T:
         with waiting(f"publish of version {update.version}", on=f"engine {index}: {verb}"):
             try:
                 async with asyncio.timeout(update.timeout_s):
-                    return await call
+                    return await call()
             except TimeoutError as error:
                 raise TransportError(f"{verb} did not end within {update.timeout_s:g} s") from error
 
