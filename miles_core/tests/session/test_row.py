@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import pickle
+from array import array
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_core.session.row import TokenRow
+from miles_core.session.row import TokenIds, TokenRow
 from miles_core.types import TokenSpan
 
 PIECES = st.lists(st.tuples(st.booleans(), st.integers(0, 4), st.integers(0, 2)), max_size=8)
@@ -58,3 +61,14 @@ def test_neighbours_of_one_version_are_one_span() -> None:
         TokenSpan(start=1, end=4, weight_version=5),
         TokenSpan(start=4, end=5, weight_version=6),
     )
+
+
+def test_token_ids_are_a_sequence_that_equals_any_other_and_travels() -> None:
+    ids = TokenIds(array("i", [5, 6, 7]))
+    assert ids == (5, 6, 7)
+    assert ids == [5, 6, 7]
+    assert ids != (5, 6)
+    assert (list(ids), ids[-1], ids[1:]) == ([5, 6, 7], 7, TokenIds(array("i", [6, 7])))
+    assert pickle.loads(pickle.dumps(ids)) == ids
+    assert np.asarray(ids).dtype == np.int32
+    assert len({ids, TokenIds(array("i", [5, 6, 7]))}) == 1

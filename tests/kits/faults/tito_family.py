@@ -245,6 +245,7 @@ class TestHasNoStopToken(Faulty):
                 "test_sampled_tokens_are_never_encoded_again",
                 "test_only_appended_messages_are_encoded",
                 "test_a_row_depends_on_its_arguments_alone",
+                "test_a_seam_is_made_from_the_end_of_the_row",
                 "test_plain_text_comes_back",
                 "test_what_is_streamed_is_what_is_parsed",
                 "test_tool_calls_are_read_to_the_character",
@@ -293,3 +294,14 @@ class TestStreamsNothingBeforeTheEnd(Faulty):
             return late
 
     caught_by = {"test_text_is_streamed_while_it_is_sampled": "gave out nothing"}
+
+
+class TestLooksAtTheWholeRow(Faulty):
+    class family(Sound):
+        def merge(self, prefix, suffix):
+            merged = super().merge(prefix, suffix)
+            return merged if len(prefix) < 200 else [*merged[: len(prefix)], *self.newline, *merged[len(prefix) :]]
+
+    caught_by = {
+        "test_a_seam_is_made_from_the_end_of_the_row": "differs from token",
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -21,7 +21,9 @@ class GenerateRequest:
     request_id: str
     session_id: str
     """Turns of one session share it, so that an engine can reuse their prefix."""
-    token_ids: tuple[int, ...]
+    token_ids: Sequence[int]
+    """Immutable. Sessions pass a compact row (`session.row.TokenIds`); ``list()`` of it is the fast way to Python
+    ints."""
     params: SamplingParams
     routes: bool = False
     """Return the experts of every MoE layer (tag `records-routes`)."""

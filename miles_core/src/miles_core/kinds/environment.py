@@ -16,6 +16,11 @@ class Completion:
     message: Message
     finish_reason: FinishReason
     num_tokens: int
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Prompt tokens whose KV the engine reused."""
+    turn: int = -1
+    """Number of the turn in its session."""
 
 
 class SessionHandle(Protocol):

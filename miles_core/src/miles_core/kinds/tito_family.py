@@ -45,6 +45,10 @@ def joined(deltas: Iterable[Delta]) -> Message:
     )
 
 
+SEAM = 64
+"""Tokens at the end of a row that `TitoFamily.merge` is shown; a longer row would cost every turn its whole length."""
+
+
 class TitoFamily(Protocol):
     """Created as ``Family(options, tokenizer)``; pure afterwards.
 
@@ -75,6 +79,9 @@ class TitoFamily(Protocol):
     def merge(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
         """`prefix + suffix` with the family's boundary repair: a separator the model never samples, a stop token
         that is also the next opener. Of `prefix`, only such a last stop token may go.
+
+        Args:
+            prefix: The end of the row, its last `SEAM` tokens (fewer only where the whole row is shorter).
 
         Raises:
             SessionError: `prefix` ends within a turn; a stop token that was not sampled is not made up.

@@ -7,13 +7,48 @@ status and, where something failed, the boundary at which it did.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from miles_core.errors import EngineError, SessionError
-from miles_core.session.linear import LinearSession
+from miles_core.routing.codec import Routes, extend, pad
+from miles_core.session.leaves import Leaf, Picker, drop_retries, owners, pick
+from miles_core.session.linear import LinearSession, Turn
 from miles_core.session.matching import MatcherError
+from miles_core.session.row import TokenRow
+from miles_core.session.tree import Node, TreeSession, leaf_spans
 from miles_core.types import Boundary, Failure, FinishReason, Status, Trajectory
+
+AnySession = LinearSession | TreeSession
+
+
+def assemble_all(
+    session: AnySession,
+    *,
+    prompt_id: str,
+    error: BaseException | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    picker: Picker = drop_retries,
+) -> tuple[Trajectory, ...]:
+    """Every trajectory of a session: one of a linear history, one of each kept leaf of a branching one; never none.
+
+    Args:
+        error, metadata: As for `assemble`.
+        picker: Chooses among the leaves of a branching history.
+
+    Raises:
+        ContractError: see `assemble`.
+        PluginError: the picker failed.
+    """
+    if isinstance(session, LinearSession):
+        return (assemble(session, prompt_id=prompt_id, error=error, metadata=metadata),)
+    kept = pick(session, picker)
+    if not kept:
+        return (_empty(session, prompt_id, error, metadata),)
+    owner = owners(kept)
+    return tuple(_leaf(session, leaf, owner, len(kept), prompt_id, error, metadata) for leaf in kept)
 
 
 def assemble(
@@ -45,7 +80,7 @@ def assemble(
         loss_mask=sampled.copy(),
         logprobs=logprobs,
         spans=session.row.spans,
-        temperature=session.params.temperature,
+        temperature=session.temperature,
         status=status,
         failure=failure,
         routes=session.routes,
@@ -56,8 +91,78 @@ def assemble(
     return trajectory
 
 
-def outcome(session: LinearSession, error: BaseException | None = None) -> tuple[Status, Failure | None]:
+def _leaf(
+    session: TreeSession,
+    leaf: Leaf,
+    owner: Mapping[int, int],
+    kept: int,
+    prompt_id: str,
+    error: BaseException | None,
+    metadata: Mapping[str, Any] | None,
+) -> Trajectory:
+    path = session.path(leaf.node)
+    row, routes = TokenRow(), None
+    for node in path:
+        row.cut(node.attached)
+        row.paste(node.row.tail(shift=node.attached))
+        routes = _extended(routes, node)
+    ids, sampled, logprobs = row.arrays()
+    trained = np.zeros(len(ids), dtype=np.bool_)
+    for number, start, end in leaf_spans(path):
+        trained[start:end] = owner[number] == leaf.node
+    status, failure = outcome(session, error, last=path[-1])
+    facts = {"leaf": leaf.node, "path": list(leaf.path), "leaves": kept, "node_count": len(session.nodes)}
+    trajectory = Trajectory(
+        prompt_id=prompt_id,
+        session_id=session.session_id,
+        token_ids=ids,
+        sampled=sampled,
+        loss_mask=trained & sampled,
+        logprobs=logprobs,
+        spans=row.spans,
+        temperature=path[-1].temperature,
+        status=status,
+        failure=failure,
+        routes=None if routes is None else pad(routes, max(len(ids) - 1, 0)),
+        messages=session.messages_to(leaf.node),
+        metadata={**_turn_facts(path), **facts, "cached_tokens": session.cached_tokens, **(metadata or {})},
+    )
+    trajectory.check()
+    return trajectory
+
+
+def _extended(routes: Routes | None, node: Node) -> Routes | None:
+    return extend(routes, max(node.attached - 1, 0), node.routes)
+
+
+def _empty(
+    session: TreeSession, prompt_id: str, error: BaseException | None, metadata: Mapping[str, Any] | None
+) -> Trajectory:
+    """The trajectory of a session without a turn: no tokens, and why."""
+    status, failure = outcome(session, error)
+    ids, sampled, logprobs = TokenRow().arrays()
+    return Trajectory(
+        prompt_id=prompt_id,
+        session_id=session.session_id,
+        token_ids=ids,
+        sampled=sampled,
+        loss_mask=sampled.copy(),
+        logprobs=logprobs,
+        spans=(),
+        temperature=session.params.temperature,
+        status=status,
+        failure=failure,
+        metadata={**_turn_facts(()), **(metadata or {})},
+    )
+
+
+def outcome(
+    session: AnySession, error: BaseException | None = None, *, last: Turn | Node | None = None
+) -> tuple[Status, Failure | None]:
     """How the attempt ended.
+
+    Args:
+        last: The turn that ends the row; None is the session's latest.
 
     A full context truncates a session that has turns; a first prompt that does not fit is the environment's failure.
     An engine error counts as the engine's even if the environment caught it and gave up. Cancellation is an abort,
@@ -74,17 +179,17 @@ def outcome(session: LinearSession, error: BaseException | None = None) -> tuple
     if session.overflow is not None:
         return Status.TRUNCATED, None
     by_reason = {FinishReason.LENGTH: Status.TRUNCATED, FinishReason.ABORT: Status.ABORTED}
-    return by_reason.get(session.turns[-1].finish_reason, Status.COMPLETED), None
+    return by_reason.get((last or session.turns[-1]).finish_reason, Status.COMPLETED), None
 
 
-def session_unused(session: LinearSession) -> Failure:
+def session_unused(session: AnySession) -> Failure:
     """The failure of an episode that ended without a single completion."""
     if session.overflow is not None:
         return Failure(boundary=Boundary.ENVIRONMENT, message=str(session.overflow))
     return Failure(boundary=Boundary.HARNESS, message="the episode ended without asking the session for a completion")
 
 
-def _raised(session: LinearSession, error: BaseException) -> tuple[Status, Failure | None]:
+def _raised(session: AnySession, error: BaseException) -> tuple[Status, Failure | None]:
     if session.overflow is not None and error is session.overflow and session.turns:
         return Status.TRUNCATED, None
     if isinstance(error, TimeoutError):
@@ -93,7 +198,7 @@ def _raised(session: LinearSession, error: BaseException) -> tuple[Status, Failu
     return Status.FAILED, Failure(boundary=_boundary(session, error), message=f"{type(error).__name__}: {error}")
 
 
-def _boundary(session: LinearSession, error: BaseException) -> Boundary:
+def _boundary(session: AnySession, error: BaseException) -> Boundary:
     if isinstance(error, EngineError):
         return Boundary.ENGINE
     if isinstance(error, MatcherError):
@@ -105,11 +210,17 @@ def _boundary(session: LinearSession, error: BaseException) -> Boundary:
 
 def _facts(session: LinearSession) -> dict[str, Any]:
     return {
-        "turns": len(session.turns),
-        "turn_tokens": [turn.sampled for turn in session.turns],
-        "finish_reasons": [turn.finish_reason.value for turn in session.turns],
+        **_turn_facts(session.turns),
         "discarded_turns": session.discarded_turns,
         "discarded_tokens": session.discarded_tokens,
         "edited_turns": session.edited_turns,
         "cached_tokens": session.cached_tokens,
+    }
+
+
+def _turn_facts(turns: Sequence[Turn | Node]) -> dict[str, Any]:
+    return {
+        "turns": len(turns),
+        "turn_tokens": [turn.sampled for turn in turns],
+        "finish_reasons": [turn.finish_reason.value for turn in turns],
     }

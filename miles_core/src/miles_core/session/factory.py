@@ -10,6 +10,7 @@ from miles_core.kinds.engine import Engine
 from miles_core.kinds.matcher import Matcher
 from miles_core.kinds.tito_family import TitoFamily
 from miles_core.session.affinity import Affinity
+from miles_core.session.base import SessionSetup
 from miles_core.session.linear import LinearSession
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import SamplingParams
@@ -66,8 +67,7 @@ class SessionFactory:
                 "a session of this name is open", found=repr(session_id), do="close it first, or use a name of its own"
             )
         index = self._affinity.assign(session_id)
-        return LinearSession(
-            session_id,
+        setup = SessionSetup(
             engine=self._engines[index],
             engine_name=f"engine {index}",
             family=self.family,
@@ -77,6 +77,7 @@ class SessionFactory:
             routes=self._routes,
             on_close=lambda: self._affinity.release(session_id),
         )
+        return LinearSession(session_id, setup)
 
     def load(self) -> tuple[int, ...]:
         """Open sessions of each engine, for the display."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,8 +43,17 @@ class Output:
             self.cached_tokens = chunk.cached_tokens
 
 
-async def generate(engine: Engine, request: GenerateRequest, *, engine_name: str) -> Output:
+async def generate(
+    engine: Engine,
+    request: GenerateRequest,
+    *,
+    engine_name: str,
+    on_ids: Callable[[Sequence[int]], None] | None = None,
+) -> Output:
     """Run `request` to its end. Cancelling closes the engine's iterator, which aborts the request there.
+
+    Args:
+        on_ids: Called with the ids of every accepted chunk, for callers that read along.
 
     Raises:
         EngineError: the engine failed, or its answer is no valid turn.
@@ -56,6 +65,8 @@ async def generate(engine: Engine, request: GenerateRequest, *, engine_name: str
             async for chunk in stream:
                 _check_chunk(chunk, output, request, engine_name)
                 output.add(chunk)
+                if on_ids is not None and chunk.token_ids:
+                    on_ids(chunk.token_ids)
                 progress()
     except EngineError:
         raise

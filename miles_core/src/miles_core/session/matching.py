@@ -8,6 +8,7 @@ else is forgiven by `strict`, not even trailing white space.
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -57,16 +58,28 @@ def role_content_only(stored: Message, replayed: Message, /) -> bool:
     return stored.role == replayed.role and _same(stored.content, replayed.content)
 
 
-def match_prefix(stored: Sequence[Message], replayed: Sequence[Message], matcher: Matcher) -> int:
+def match_prefix(
+    stored: Sequence[Message], replayed: Sequence[Message], matcher: Matcher, *, accepted: list[Message] | None = None
+) -> int:
     """Number of leading messages of `replayed` that are the stored ones.
+
+    Args:
+        accepted: The object last accepted at each stored position; the matcher is pure and is not asked about it
+            again. Updated in place.
 
     Raises:
         MatcherError: the matcher raised, or returned something that is not exactly a bool; names the matcher.
     """
-    for position, (ours, theirs) in enumerate(zip(stored, replayed, strict=False)):
-        if not _ask(matcher, ours, theirs, position):
-            return position
-    return min(len(stored), len(replayed))
+    end = min(len(stored), len(replayed))
+    # An agent that keeps its history sends the same objects with every turn: one pass at C speed.
+    known = [] if accepted is None else list(map(operator.is_, accepted, replayed))
+    start = known.index(False) if False in known else min(len(known), end)
+    at = start
+    while at < end and _ask(matcher, stored[at], replayed[at], at):
+        at += 1
+    if accepted is not None:
+        accepted[start:at] = replayed[start:at]
+    return at
 
 
 def difference(stored: Sequence[Message], replayed: Sequence[Message], at: int) -> tuple[str, str]:

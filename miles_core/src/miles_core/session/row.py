@@ -3,12 +3,57 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, overload
 
 import numpy as np
 
+from miles_core.session.generation import Output
 from miles_core.types import Bool, Float32, Int32, TokenSpan
+
+
+class TokenIds(Sequence[int]):
+    """Token ids that nobody can change, four bytes each; equal to any sequence of the same ids.
+
+    Args:
+        ids: Owned by the new object: the caller gives it away.
+    """
+
+    __slots__ = ("_ids",)
+
+    def __init__(self, ids: array[int]) -> None:
+        self._ids = ids
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._ids)
+
+    @overload
+    def __getitem__(self, index: int) -> int: ...
+    @overload
+    def __getitem__(self, index: slice) -> TokenIds: ...
+    def __getitem__(self, index: int | slice) -> int | TokenIds:
+        return TokenIds(self._ids[index]) if isinstance(index, slice) else self._ids[index]
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, TokenIds):
+            return self._ids == other._ids
+        return isinstance(other, Sequence) and len(self) == len(other) and self._ids.tolist() == list(other)
+
+    def __hash__(self) -> int:
+        return hash(self._ids.tobytes())
+
+    def __repr__(self) -> str:
+        return f"TokenIds({self._ids.tolist()})"
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray[Any, Any]:
+        return np.array(self._ids, dtype=np.int32 if dtype is None else dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokenIds, (self._ids,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +87,14 @@ class TokenRow:
         """Ids of positions below `end`."""
         return self._ids[:end].tolist()
 
+    def slice(self, start: int, end: int) -> array[int]:
+        """A copy of the ids of positions [start, end)."""
+        return self._ids[start:end]
+
+    def logprobs(self, start: int, end: int) -> array[float]:
+        """A copy of the log-probs of positions [start, end); NaN where not sampled."""
+        return self._logprobs[start:end]
+
     def append_given(self, ids: Sequence[int]) -> None:
         """Append tokens nobody sampled: prompt, tool results, openers, separators."""
         self._ids.extend(ids)
@@ -59,6 +112,13 @@ class TokenRow:
             start = self._spans.pop().start
         self._spans.append(TokenSpan(start=start, end=len(self._ids), weight_version=version))
 
+    def append_output(self, output: Output) -> None:
+        """Append a generated turn."""
+        at = 0
+        for count, version in output.stretches:
+            self.append_sampled(output.ids[at : at + count], output.logprobs[at : at + count], version)
+            at += count
+
     def cut(self, length: int) -> Tail:
         """Shorten the row to `length` tokens and return what was cut."""
         if length >= len(self._ids):
@@ -66,12 +126,32 @@ class TokenRow:
         tail = Tail(
             self._ids[length:],
             self._logprobs[length:],
-            tuple(_clip(span, low=length) for span in self._spans if span.end > length),
+            self._spans_from(length),
         )
         del self._ids[length:]
         del self._logprobs[length:]
-        self._spans = [_clip(span, high=length) for span in self._spans if span.start < length]
+        # From the end, since a row of many turns has many spans and loses a token with every turn of some families.
+        while self._spans and self._spans[-1].start >= length:
+            self._spans.pop()
+        if self._spans:
+            self._spans[-1] = _clip(self._spans[-1], high=length)
         return tail
+
+    def _spans_from(self, start: int) -> tuple[TokenSpan, ...]:
+        found: list[TokenSpan] = []
+        for span in reversed(self._spans):
+            if span.end <= start:
+                break
+            found.append(_clip(span, low=start))
+        return tuple(reversed(found))
+
+    def tail(self, *, shift: int) -> Tail:
+        """The whole row as something to `paste` where a row has `shift` tokens."""
+        spans = tuple(
+            TokenSpan(start=span.start + shift, end=span.end + shift, weight_version=span.weight_version)
+            for span in self._spans
+        )
+        return Tail(self._ids, self._logprobs, spans)
 
     def paste(self, tail: Tail) -> None:
         """Undo the `cut` that returned `tail`; the row must have the length it had then."""

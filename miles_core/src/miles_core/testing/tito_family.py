@@ -17,7 +17,7 @@ from typing import ClassVar
 import pytest
 
 from miles_core.errors import MilesError, SessionError
-from miles_core.kinds.tito_family import TitoFamily, joined
+from miles_core.kinds.tito_family import SEAM, TitoFamily, joined
 from miles_core.testing.tiny import write_tiny_tokenizer
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool, ToolCall
@@ -121,6 +121,17 @@ class TitoFamilyConformance:
         assert spent[1] <= spent[0] + 64, (
             f"tokenizing a turn costs {spent[1]} characters after a long history and {spent[0]} after a short one"
         )
+
+    def test_a_seam_is_made_from_the_end_of_the_row(self, tmp_path: Path) -> None:
+        family = self._family(tmp_path)
+        row = [
+            *family.render([replace(USER, content="x " * 100)]),
+            *family.tokenizer.encode("four"),
+            self._stop(family),
+        ]
+        suffix = family.append([USER, ANSWER], APPENDED["user"])
+        seam = family.merge(row[-SEAM:], suffix)
+        self._same(family, [*row[:-SEAM], *seam], family.merge(row, suffix), f"merge of the last {SEAM} tokens alone")
 
     def test_a_turn_without_its_end_is_not_closed_silently(self, tmp_path: Path) -> None:
         family = self._family(tmp_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import GenerateRequest
@@ -35,7 +36,7 @@ Problem = tuple[str, str, str, str | None]
 """Message, expected, found, do."""
 
 
-def _prompt_problem(token_ids: tuple[int, ...], vocab_size: int, context: int) -> Problem | None:
+def _prompt_problem(token_ids: Sequence[int], vocab_size: int, context: int) -> Problem | None:
     if not token_ids:
         return "the prompt is empty", "at least one token id", "none", "begin with the tokenizer's BOS token"
     if len(token_ids) >= context:

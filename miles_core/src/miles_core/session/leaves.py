@@ -1,0 +1,104 @@
+"""Which leaves of a branching session become trajectories, and which of them trains a turn that several share.
+
+A picker takes the leaves in order of commits and returns those to keep; it may only choose. Then every sampled turn is
+trained by the earliest kept leaf whose path contains it, and by no other: it gives one gradient, not several.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from miles_core.errors import PluginError
+from miles_core.session.matching import matcher_name
+from miles_core.session.tree import Node, TreeSession
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leaf:
+    """What a picker sees of a leaf."""
+
+    node: int
+    """Its number: order of commits in the session."""
+    path: tuple[int, ...]
+    """Node numbers, root to leaf."""
+    tokens: int
+    """Length of the whole row."""
+    sampled: int
+    """Tokens the leaf's own turn sampled."""
+    retried: bool
+    """A later turn has the same parent, which is no root: the leaf was superseded."""
+
+
+Picker = Callable[[Sequence[Leaf]], Sequence[Leaf]]
+
+
+def keep_all(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+    """Every leaf."""
+    return leaves
+
+
+def drop_retries(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+    """Leaves that no later sibling supersedes; a harness that asks again meant the first answer not to count."""
+    return [leaf for leaf in leaves if not leaf.retried]
+
+
+def longest(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
+    """The leaf with the most tokens, the earliest among equals."""
+    return [max(leaves, key=lambda leaf: (leaf.tokens, -leaf.node))] if leaves else []
+
+
+PICKERS: Mapping[str, Picker] = {"all": keep_all, "drop-retries": drop_retries, "longest": longest}
+
+
+def all_leaves(session: TreeSession) -> list[Leaf]:
+    """The session's leaves, in order of commits."""
+    found = []
+    for node in session.leaves:
+        path = tuple(each.number for each in session.path(node.number))
+        found.append(
+            Leaf(
+                node=node.number,
+                path=path,
+                tokens=node.row_end,
+                sampled=node.sampled,
+                retried=_superseded(session, node),
+            )
+        )
+    return found
+
+
+def pick(session: TreeSession, picker: Picker) -> list[Leaf]:
+    """The leaves that `picker` keeps, in order of commits.
+
+    Raises:
+        PluginError: the picker raised, or returned something else than a choice among what it was given.
+    """
+    leaves = all_leaves(session)
+    name = matcher_name(picker)
+    try:
+        chosen = list(picker(tuple(leaves)))
+    except Exception as error:
+        # Foreign code: whatever it raises is its own failure, and the session's turns are still there.
+        raise PluginError(f"the leaf picker {name} raised {type(error).__name__}: {error}") from error
+    known = {id(leaf) for leaf in leaves}
+    if len({id(leaf) for leaf in chosen}) != len(chosen) or not all(id(leaf) in known for leaf in chosen):
+        raise PluginError(
+            f"the leaf picker {name} did not choose among its leaves",
+            expected="some of the leaves it was given, each at most once",
+            found=f"{chosen!r:.200}",
+        )
+    return sorted(chosen, key=lambda leaf: leaf.node)
+
+
+def owners(kept: Sequence[Leaf]) -> dict[int, int]:
+    """Node -> the kept leaf that trains its turn: the earliest whose path contains it."""
+    found: dict[int, int] = {}
+    for leaf in sorted(kept, key=lambda each: each.node):
+        for node in leaf.path:
+            found.setdefault(node, leaf.node)
+    return found
+
+
+def _superseded(session: TreeSession, node: Node) -> bool:
+    return node.parent >= 0 and session.nodes[node.parent].children[-1] != node.number

@@ -1,0 +1,231 @@
+"""A branching session: an append-only tree of turns, for harnesses that fork sub-agents, compact or rewrite.
+
+A request attaches to the deepest turn whose complete message path prefixes it, and becomes a child of that turn; where
+none does, it is rendered anew as a root. Nothing is ever changed or deleted, so no divergence is refused, and turns
+that are generated at the same time under one parent become siblings. A turn that was cut off cannot be extended.
+Each node holds only its own tokens; what branches share is stored once.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from miles_core.errors import BranchNeeded
+from miles_core.kinds.environment import Completion
+from miles_core.routing.codec import Routes
+from miles_core.session.base import Listener, Prepared, Session, SessionSetup, fixed_tools, same_tools
+from miles_core.session.generation import Output
+from miles_core.session.matching import match_prefix
+from miles_core.session.refusals import StaleTurn, TooManyTurns, TurnCut
+from miles_core.session.row import TokenIds, TokenRow
+from miles_core.session.seam import join
+from miles_core.types import FinishReason, Message, SamplingParams, Tool
+
+MAX_NODES = 1024
+"""Turns of one session at most: a harness that loops must not fill the memory of all others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """One committed turn."""
+
+    number: int
+    """Order of commits; the only ordering there is."""
+    parent: int
+    """-1: a root."""
+    messages: tuple[Message, ...]
+    """What the turn added: the client's messages and the answer."""
+    accepted: list[Message]
+    """For `match_prefix`."""
+    tools: tuple[Tool, ...]
+    attached: int
+    """Leading tokens of the parent's row that its prompt kept."""
+    row: TokenRow
+    """Tokens after those."""
+    sampled: int
+    """How many of them, at the end, were sampled."""
+    finish_reason: FinishReason
+    temperature: float
+    routes: Routes | None
+    """Of prompt and output, as the engine returned them."""
+    children: list[int] = field(default_factory=list)
+
+    @property
+    def row_end(self) -> int:
+        """Length of the whole row, root to here."""
+        return self.attached + len(self.row)
+
+
+class TreeSession(Session):
+    """See `base.Session`."""
+
+    def __init__(self, session_id: str, setup: SessionSetup) -> None:
+        super().__init__(session_id, setup)
+        self.nodes: list[Node] = []
+        self._roots: list[int] = []
+        self._flying: Counter[int] = Counter()
+        """Parent -> turns under way below it."""
+
+    # --- views --------------------------------------------------------------------------------------------------------
+
+    @property
+    def turns(self) -> Sequence[Node]:
+        return self.nodes
+
+    @property
+    def leaves(self) -> list[Node]:
+        """Nodes without children, in order of commits."""
+        return [node for node in self.nodes if not node.children]
+
+    def path(self, number: int) -> list[Node]:
+        """Root to the node."""
+        found: list[Node] = []
+        while number >= 0:
+            found.append(self.nodes[number])
+            number = found[-1].parent
+        return found[::-1]
+
+    def messages_to(self, number: int) -> tuple[Message, ...]:
+        return tuple(message for node in self.path(number) for message in node.messages)
+
+    # --- the turn -----------------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, params: SamplingParams | None = None
+    ) -> Prepared:
+        self._check_open(messages)
+        if len(self.nodes) + self.in_flight >= MAX_NODES:
+            raise TooManyTurns(
+                "the session is full",
+                expected=f"at most {MAX_NODES} turns",
+                where=self._where,
+                do="end the episode, or open a new session",
+            )
+        fixed = fixed_tools(tools)
+        base, depth = self.attach(messages)
+        if base >= 0 and not same_tools(fixed, self.nodes[base].tools):
+            base, depth = -1, 0  # other tools are other tokens at the head of the row
+        prompt, shared = array("i"), 0
+        if base >= 0:
+            try:
+                prompt, shared = self._extended(base, messages, depth, fixed)
+            except BranchNeeded:
+                base, depth = -1, 0
+        if base < 0:
+            prompt = array("i", self._family.render(messages, fixed))
+        self._check_fits(prompt, len(self.nodes))
+        return Prepared(
+            base=base,
+            messages=tuple(messages[depth:]),
+            tools=fixed,
+            prompt_ids=TokenIds(prompt),
+            shared=shared,
+            generation=self._ordinal(base),
+            params=self.params if params is None else params,
+        )
+
+    def attach(self, messages: Sequence[Message]) -> tuple[int, int]:
+        """The node a history extends, and how many messages its path covers; (-1, 0) where there is none."""
+        best, covered = -1, 0
+        # A stack, not recursion: a history of a thousand turns is a path of a thousand nodes.
+        todo = [(root, 0) for root in self._roots]
+        while todo:
+            number, start = todo.pop()
+            node = self.nodes[number]
+            size = len(node.messages)
+            part = messages[start : start + size]
+            if len(part) < size or match_prefix(node.messages, part, self._matcher, accepted=node.accepted) < size:
+                continue
+            if (start + size, number) > (covered, best):
+                best, covered = number, start + size
+            todo += [(child, start + size) for child in node.children]
+        return best, covered
+
+    async def run(self, prepared: Prepared, listener: Listener | None = None) -> Completion:
+        self._flying[prepared.base] += 1
+        try:
+            return await super().run(prepared, listener)
+        finally:
+            self._flying[prepared.base] -= 1
+
+    def row_to(self, number: int) -> array[int]:
+        """Ids of the whole row, root to the node."""
+        row = array("i")
+        for node in self.path(number):
+            del row[node.attached :]
+            row += node.row.slice(0, len(node.row))
+        return row
+
+    # --- private ------------------------------------------------------------------------------------------------------
+
+    def _check_current(self, prepared: Prepared) -> None:
+        if self._closed:
+            raise StaleTurn(
+                "the session was closed while its turn was generated; the turn is dropped", where=self._where
+            )
+
+    def _apply(self, prepared: Prepared, output: Output, message: Message) -> int:
+        row = TokenRow()
+        row.append_given(prepared.prompt_ids[prepared.shared :])
+        row.append_output(output)
+        messages = (*prepared.messages, message)
+        node = Node(
+            number=len(self.nodes),
+            parent=prepared.base,
+            messages=messages,
+            accepted=list(messages),
+            tools=prepared.tools,
+            attached=prepared.shared,
+            row=row,
+            sampled=len(output.ids),
+            finish_reason=output.finish_reason or FinishReason.ABORT,
+            temperature=prepared.params.temperature,
+            routes=output.routes,
+        )
+        (self._roots if node.parent < 0 else self.nodes[node.parent].children).append(node.number)
+        self.nodes.append(node)
+        return node.number
+
+    def _extended(
+        self, base: int, messages: Sequence[Message], depth: int, tools: tuple[Tool, ...]
+    ) -> tuple[array[int], int]:
+        """The prompt after node `base`, and how much of it is the node's row."""
+        node = self.nodes[base]
+        if node.finish_reason is not FinishReason.STOP:
+            raise TurnCut(
+                f"the turn to extend was cut off (finish reason {node.finish_reason.value})",
+                expected="a turn that ended by itself",
+                found=f"{node.sampled} sampled tokens without a stop token",
+                where=f"{self._where}, turn {base}",
+                do="branch before that turn, end there, or raise sampling.max_tokens",
+            )
+        prompt = self.row_to(base)
+        suffix = self._family.append(messages[:depth], messages[depth:], tools)
+        shared, fresh = join(self._family, prompt, suffix, where=f"{self._where}, after turn {base}")
+        del prompt[shared:]
+        prompt.extend(fresh)
+        return prompt, shared
+
+    def _ordinal(self, base: int) -> int:
+        """Number of a generation below `base`: the same for a turn whose engine call failed, another for a sibling."""
+        siblings = self._roots if base < 0 else self.nodes[base].children
+        return (base + 1) * MAX_NODES + len(siblings) + self._flying[base]
+
+    def _call_id_taken(self, prepared: Prepared, call_id: str) -> bool:
+        before = (message for node in self.path(prepared.base) for message in node.messages)
+        return any(
+            call.id == call_id for messages in (before, prepared.messages) for m in messages for call in m.tool_calls
+        )
+
+
+def leaf_spans(path: Sequence[Node]) -> Iterator[tuple[int, int, int]]:
+    """(node, start, end) of every turn's sampled tokens as far as they stand in the row of the path's last node.
+
+    A stop token that the next opener replaces is not part of it.
+    """
+    for node, after in zip(path, (*path[1:], None), strict=True):
+        end = node.row_end if after is None else min(node.row_end, after.attached)
+        yield node.number, node.row_end - node.sampled, end
