@@ -24,6 +24,7 @@ from miles_core.config.checks import CHECKS
 from miles_core.config.files import FILE_CHECKS
 from miles_core.config.picks import SECTIONS
 from miles_core.config.spec import Pick, RunSpec, Section
+from miles_core.config.true_on_policy import TRUE_ON_POLICY
 from miles_core.config.unused import UNUSED
 from miles_core.known import KNOWN
 from miles_core.registry import FUNCTION_KINDS, Entry, Registry, discover
@@ -157,7 +158,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str
 def compatibility_page() -> str:
     """docs/compatibility.md"""
     lines = [NOTE, "", COMPATIBILITY_HEAD, "## Core's keys", ""]
-    for check in CHECKS:
+    for check in (*CHECKS, *TRUE_ON_POLICY):
         lines += [f"### {check.id}", "", f"{check.about} Do: {check.do}.", ""]
     lines += ["## Files", ""]
     for file_check in FILE_CHECKS:

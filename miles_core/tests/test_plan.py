@@ -12,6 +12,7 @@ import pytest
 from miles_core.capability import Capability
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.config.spec import RunSpec
+from miles_core.numerics.profiles import RULES
 from miles_core.plan import Host, Plan, _count_devices, derive_run_dir, make_plan, render, show_bytes
 
 SMALL = Host(cpus=2, memory_bytes=2**30)
@@ -132,6 +133,16 @@ def test_the_plan_lists_what_is_loaded_and_is_json(model: Path) -> None:
     assert "trainer 0  cpu  process: driver" in text
     assert json.loads(json.dumps(made.as_json()))["amounts"]["trajectories"] == 640
     assert max(len(line) for line in text.splitlines()) < 120 + len(str(model))
+
+
+def test_the_kernel_contract_is_printed_when_both_sides_compute_by_one(model: Path) -> None:
+    assert make_plan(run(model), SMALL).kernels == ()
+    plan = make_plan(run(model, precision={"true_on_policy": True}), SMALL)
+    printed = render(plan)
+    assert "kernel contract" in printed
+    for what, how in RULES:
+        assert what in printed
+        assert how in printed
 
 
 def test_the_same_run_gives_the_same_plan(model: Path) -> None:

@@ -131,6 +131,8 @@ TAGS: dict[str, str] = {
     "streams": "yields tokens as they are sampled",
     "pauses-in-place": "can freeze requests for a weight update and go on over their old KV",
     "reads-disk": "can load a published checkpoint from a folder",
+    # engine and backend
+    "true-on-policy": "computes log-probs with the batch-invariant kernels that both sides share",
     # backend
     "replays-routes": "forces recorded experts in its forward pass",
     "multi-rank": "trains on more than one rank",

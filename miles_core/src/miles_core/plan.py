@@ -15,6 +15,7 @@ from typing import Any
 from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.config.spec import RunSpec
+from miles_core.numerics.profiles import RULES, find_profile
 
 FLOAT32_BYTES = 4
 PROMPT_TOKENS_GUESS = 512
@@ -109,6 +110,8 @@ class Plan:
     amounts: Amounts
     memory: tuple[MemoryItem, ...]
     """Without activations and the framework's own needs."""
+    kernels: tuple[tuple[str, str], ...] = ()
+    """What engine and trainer agree on with `precision.true_on_policy`: (what, how)."""
     notes: tuple[str, ...] = ()
     """What deserves a look before starting."""
 
@@ -154,6 +157,7 @@ def make_plan(run: ResolvedRun, host: Host) -> Plan:
         places=_places(run, device),
         amounts=amounts,
         memory=_memory(spec, model, amounts) if model else (),
+        kernels=_kernels(spec, model),
     )
     return _with_notes(plan, run)
 
@@ -245,6 +249,12 @@ def _tokens_per_row(spec: RunSpec, model: ModelFolder) -> int:
     return min(likely, limit) if limit else likely
 
 
+def _kernels(spec: RunSpec, model: ModelFolder | None) -> tuple[tuple[str, str], ...]:
+    if not spec.precision.true_on_policy or model is None:
+        return ()
+    return (("profile", str(find_profile(model.config))), *RULES)
+
+
 def _with_notes(plan: Plan, run: ResolvedRun) -> Plan:
     notes: list[str] = []
     placement = run.spec.placement
@@ -299,6 +309,7 @@ def render(plan: Plan) -> str:
         *_table("places", places),
         *_table("amounts", _amount_rows(plan.amounts)),
         *_table("memory estimate, without activations", memory),
+        *_table("kernel contract of engine and trainer (true-on-policy)", plan.kernels),
         *_table("notes", [(note,) for note in plan.notes]),
     ]
     return "\n".join(lines)

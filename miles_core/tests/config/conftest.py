@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,12 +16,20 @@ from miles_core.registry import Entry, Registry, discover
 STAND_INS: dict[str, list[Capability]] = {
     "backend": [
         Capability(
-            name="fsdp", summary="", load="x:X", provides=frozenset({"multi-rank", "reference-model", "replays-routes"})
+            name="fsdp",
+            summary="",
+            load="x:X",
+            provides=frozenset({"multi-rank", "reference-model", "replays-routes", "true-on-policy"}),
         ),
         Capability(name="plain", summary="", load="x:X"),
     ],
     "engine": [
-        Capability(name="local", summary="", load="x:X", provides=frozenset({"verifies-weights", "records-routes"})),
+        Capability(
+            name="local",
+            summary="",
+            load="x:X",
+            provides=frozenset({"verifies-weights", "records-routes", "true-on-policy"}),
+        ),
         Capability(name="mute", summary="", load="x:X"),
     ],
     "transport": [
@@ -97,11 +106,32 @@ def write_model(folder: Path, *, context_length: int = 1024, experts: int | None
     return folder
 
 
+def write_registered_model(folder: Path, dtype: str = "F32", **changes: Any) -> Path:
+    """A folder of the shape of profile `qwen3-tiny`, with all tensors in one dtype."""
+    write_model(folder)
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 1024,
+    }
+    (folder / "config.json").write_text(json.dumps(config | changes))
+    size = {"F32": 4, "BF16": 2, "F16": 2}[dtype]
+    header = json.dumps({"embed": {"dtype": dtype, "shape": [8], "data_offsets": [0, 8 * size]}}).encode()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(8 * size))
+    return folder
+
+
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with `model`, `moe`, `train.jsonl`, `heldout.jsonl` and `score.py` in it."""
+    """The current folder, with `model`, `moe`, `exact`, `train.jsonl`, `heldout.jsonl` and `score.py` in it."""
     write_model(tmp_path / "model")
     write_model(tmp_path / "moe", experts=4)
+    write_registered_model(tmp_path / "exact")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1"}\n')
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "1 + 2"}\n')
     (tmp_path / "score.py").write_text("def score(scored):\n    return 1.0\n")

@@ -199,6 +199,9 @@ SOUND_BUT_FOR = {
     "MIL701": ["model=model/config.json"],
     "MIL703": ["data.train=absent.jsonl"],
     "MIL704": ["data.eval=./train.jsonl", "eval.every_steps=1"],
+    "MIL801": ["precision.true_on_policy=true"],
+    "MIL802": ["precision.true_on_policy=true", "model=exact", "backend=plain"],
+    "MIL803": ["precision.true_on_policy=true", "model=exact", "objective.old_logprobs=rollout"],
     "MIL901": ["environment=gym"],
     "MIL902": ["eval.prompts=3"],
     "MIL903": ["environment=gym", "data=null", "rewards=[]", "rollout.reward_workers=3"],
@@ -219,10 +222,11 @@ def test_each_check_finds_its_fault_alone(workplace: Path, registry: Registry, i
 def test_every_check_is_tried_above() -> None:
     from miles_core.config.checks import CHECKS
     from miles_core.config.files import FILE_CHECKS
+    from miles_core.config.true_on_policy import TRUE_ON_POLICY
     from miles_core.config.unused import UNUSED
 
     tried = {*SOUND_BUT_FOR, "MIL702"}
-    assert {check.id for check in (*CHECKS, *UNUSED, *FILE_CHECKS)} == tried
+    assert {check.id for check in (*CHECKS, *TRUE_ON_POLICY, *UNUSED, *FILE_CHECKS)} == tried
 
 
 @pytest.mark.parametrize("gone", ["tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"])

@@ -22,12 +22,14 @@ from miles_core.batching import plan_micro_batches
 from miles_core.errors import ConfigError, ContractError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
 from miles_core.kinds.loss import Loss
+from miles_core.numerics import ops
 from miles_core.trainer.folder import write_folder
 from miles_core.trainer.objective import RankReport, Sums, combine, micro_batch_loss
 from miles_core.trainer.packing import scored_positions
 from miles_core.types import Float32, TrainBatch, WeightBucket
-from miles_fsdp import checkpoint, optim
+from miles_fsdp import checkpoint, optim, true_on_policy
 from miles_fsdp.export import Exporter
+from miles_fsdp.logprobs import log_sum_exp
 from miles_fsdp.mesh import PlainWeights, ShardedWeights, Weights, build_mesh, shard_size
 from miles_fsdp.model import LoadedModel, PackedScorer, checkpoint_dtype, checkpoint_layers, load_model
 from miles_fsdp.offload import Offloader
@@ -88,7 +90,11 @@ class FsdpBackend:
 
     def _place(self, loaded: LoadedModel, *, train: bool) -> Weights:
         """Cast, move and shard a loaded model, and make its forward a `PackedScorer`."""
-        loaded.module.forward = PackedScorer(loaded.module, self._options.logprob_chunk_tokens)
+        exact = self._context.true_on_policy
+        if exact:
+            true_on_policy.apply(loaded, self._device, self._param_dtype)
+        normalise = ops.logsumexp if exact else log_sum_exp
+        loaded.module.forward = PackedScorer(loaded.module, self._options.logprob_chunk_tokens, normalise)
         if self._options.gradient_checkpointing and train:
             checkpoint_layers(loaded.layers)
         if self._mesh is None:

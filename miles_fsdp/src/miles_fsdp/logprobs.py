@@ -14,6 +14,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.utils.checkpoint import checkpoint
 
+Normalise = Callable[[Tensor], Tensor]
+"""``f[K, V] -> f[K]`` in the same dtype."""
+
+
+def log_sum_exp(scaled: Tensor) -> Tensor:
+    return scaled.logsumexp(-1)
+
 
 class _Score(Function):
     """(logits f[K, V], targets i64[K], inverse temperature f[K]) -> (log-prob, entropy), each f32[K] (f64 for f64).
@@ -24,10 +31,10 @@ class _Score(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, targets: Tensor, inverse_temperature: Tensor, entropy_grad: bool
+        ctx: Any, logits: Tensor, targets: Tensor, inverse_temperature: Tensor, entropy_grad: bool, normalise: Normalise
     ) -> tuple[Tensor, Tensor]:
         scaled = _scale(logits, inverse_temperature)
-        normaliser = scaled.logsumexp(-1)
+        normaliser = normalise(scaled)
         logprob = scaled.gather(-1, targets[:, None])[:, 0] - normaliser
         log_p = scaled.sub_(normaliser[:, None])
         # p * log p is 0 where p is 0, also for logits of -inf.
@@ -39,7 +46,7 @@ class _Score(Function):
         return logprob, entropy
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None, None]:
         logits, targets, inverse_temperature, normaliser, entropy = ctx.saved_tensors
         grad_logprob, grad_entropy = grads
         log_p = _scale(logits, inverse_temperature).sub_(normaliser[:, None])
@@ -51,7 +58,7 @@ class _Score(Function):
             grad = p.mul_(-grad_logprob[:, None])
         grad.scatter_add_(-1, targets[:, None], grad_logprob[:, None])
         grad.mul_(inverse_temperature.to(grad.dtype)[:, None])
-        return grad.to(logits.dtype), None, None, None
+        return grad.to(logits.dtype), None, None, None, None
 
 
 def _scale(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
@@ -61,7 +68,12 @@ def _scale(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
 
 
 def score(
-    logits: Tensor, targets: Tensor, inverse_temperature: Tensor, *, entropy_grad: bool = True
+    logits: Tensor,
+    targets: Tensor,
+    inverse_temperature: Tensor,
+    *,
+    entropy_grad: bool = True,
+    normalise: Normalise = log_sum_exp,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of `targets` and entropy of the policy at each position.
 
@@ -70,12 +82,13 @@ def score(
         targets: i64[K]
         inverse_temperature: f[K], 1 / T.
         entropy_grad: Let the entropy carry a gradient; False saves a pass over the logits.
+        normalise: Log-sum-exp over the vocabulary; values only, the gradient is in closed form.
 
     Returns:
         Two f32[K] (f64 for f64 logits), differentiable once in `logits`.
     """
     logprob, entropy = _Score.apply(  # type: ignore[no-untyped-call]
-        logits, targets, inverse_temperature, entropy_grad
+        logits, targets, inverse_temperature, entropy_grad, normalise
     )
     return logprob, entropy
 
@@ -88,6 +101,7 @@ def score_hidden(
     *,
     chunk_tokens: int,
     entropy_grad: bool = True,
+    normalise: Normalise = log_sum_exp,
 ) -> tuple[Tensor, Tensor]:
     """`score` of ``head(hidden)`` in chunks; logits of at most `chunk_tokens` positions exist at one time.
 
@@ -99,7 +113,7 @@ def score_hidden(
     """
 
     def one(hidden: Tensor, targets: Tensor, inverse_temperature: Tensor) -> tuple[Tensor, Tensor]:
-        return score(head(hidden), targets, inverse_temperature, entropy_grad=entropy_grad)
+        return score(head(hidden), targets, inverse_temperature, entropy_grad=entropy_grad, normalise=normalise)
 
     total = hidden.shape[0]
     if total <= chunk_tokens:

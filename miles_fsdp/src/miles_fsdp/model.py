@@ -26,7 +26,7 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import ConfigError, PluginError
-from miles_fsdp.logprobs import score_hidden
+from miles_fsdp.logprobs import Normalise, log_sum_exp, score_hidden
 from miles_fsdp.packing import ATTENTION, Packed, packed_attention
 
 AttentionInterface.register(ATTENTION, packed_attention)
@@ -232,10 +232,11 @@ def head_of(module: Any) -> Callable[[Tensor], Tensor]:
 class PackedScorer:
     """``packed -> (log-prob f[K], entropy f[K])``; becomes the module's `forward`, so that FSDP's root hooks apply."""
 
-    def __init__(self, module: Any, chunk_tokens: int) -> None:
+    def __init__(self, module: Any, chunk_tokens: int, normalise: Normalise = log_sum_exp) -> None:
         self._decoder = module.base_model
         self._head = head_of(module)
         self._chunk_tokens = chunk_tokens
+        self._normalise = normalise
 
     def __call__(self, packed: Packed, *, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         out = self._decoder(
@@ -256,6 +257,7 @@ class PackedScorer:
             inverse_temperature,
             chunk_tokens=self._chunk_tokens,
             entropy_grad=entropy_grad,
+            normalise=self._normalise,
         )
         if count == 0:  # no slice: FSDP hangs its backward hook on the output, and a view could lose it
             return logprobs.index_select(0, packed.scored), entropy.index_select(0, packed.scored)

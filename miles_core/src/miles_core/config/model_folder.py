@@ -39,6 +39,8 @@ class ModelFolder:
     vocabulary: int | None = None
     experts: int | None = None
     """Routed experts of an MoE layer; None for a dense model."""
+    config: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """config.json as it is."""
 
     @property
     def stored_bytes(self) -> int:
@@ -81,6 +83,7 @@ def read_model_folder(path: Path) -> ModelFolder:
         head_dim=_number(inner, "head_dim") or (hidden // heads if hidden and heads else None),
         vocabulary=_number(inner, "vocab_size"),
         experts=next((n for key in EXPERT_COUNTS if (n := _number(inner, key))), None),
+        config=config,
     )
 
 

@@ -18,6 +18,7 @@ from miles_core.config.load import KeyPath, Source, dotted
 from miles_core.config.picks import SECTIONS, default_pick, kind_at
 from miles_core.config.problems import Problem, RunFileError
 from miles_core.config.spec import RewardPick, RunSpec
+from miles_core.config.true_on_policy import TRUE_ON_POLICY
 from miles_core.config.unused import check_unused
 from miles_core.errors import PluginError
 from miles_core.registry import Entry, Registry, load_target
@@ -360,7 +361,8 @@ def _apply_checks(work: _Work, spec: RunSpec, *, files: bool) -> None:
     setup = checks.Setup(spec=spec, tags=_tags(work), model=None)
     if files and not _is_broken(work, "model.path"):
         setup = setup.with_model(absolute(spec.model.path))
-    findings = [*checks.run_checks(setup), *check_unused(setup), *(check_files(spec) if files else ())]
+    core_checks = (*checks.CHECKS, *TRUE_ON_POLICY)
+    findings = [*checks.run_checks(setup, core_checks), *check_unused(setup), *(check_files(spec) if files else ())]
     for finding in findings:
         if any(_is_broken(work, path) for path in finding.reads) or work.unresolved & finding.kinds:
             continue

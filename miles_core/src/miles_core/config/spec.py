@@ -206,6 +206,12 @@ class PlacementSpec(Section):
     """auto takes CUDA when it is there."""
 
 
+class PrecisionSpec(Section):
+    true_on_policy: bool = False
+    """Engine and trainer compute with one set of batch-invariant kernels, so that their log-probs are identical; for
+    registered models only, and slower."""
+
+
 class EvalSpec(Section):
     every_steps: PositiveInt | None = None
     """Evaluate after these steps, before the first and after the last; null is off."""
@@ -290,6 +296,8 @@ class RunSpec(Section):
     """How much is done, and in which order."""
     placement: PlacementSpec = PlacementSpec()
     """How many ranks and engines there are, and on which devices."""
+    precision: PrecisionSpec = PrecisionSpec()
+    """In which arithmetic both sides compute."""
     eval: EvalSpec = EvalSpec()
     """Evaluation on held-out prompts."""
     checkpoint: CheckpointSpec = CheckpointSpec()

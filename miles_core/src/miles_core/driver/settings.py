@@ -37,6 +37,7 @@ def trainer_spec(run: ResolvedRun, device: Device) -> TrainerSpec:
         loss=_loss(run),
         reference=spec.objective.kl_coef > 0,
         routes=spec.rollout.routes,
+        true_on_policy=spec.precision.true_on_policy,
     )
 
 
@@ -51,6 +52,7 @@ def engine_spec(run: ResolvedRun, device: Device) -> EngineSpec:
         device=device,
         seed=spec.seed,
         routes=spec.rollout.routes != "off",
+        true_on_policy=spec.precision.true_on_policy,
     )
 
 

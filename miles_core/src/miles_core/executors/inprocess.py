@@ -173,6 +173,7 @@ class InProcessExecutor:
             seed=spec.seed,
             index=index,
             routes=spec.routes,
+            true_on_policy=spec.true_on_policy,
         )
 
 

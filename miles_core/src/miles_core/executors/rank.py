@@ -83,6 +83,7 @@ class RankHost:
             loss=spec.loss,
             reference=spec.reference,
             routes=spec.routes,
+            true_on_policy=spec.true_on_policy,
         )
         with located(self.where, "starting the backend"):
             self._backend: Backend = load_target(spec.load)(spec.options, context)

@@ -60,6 +60,8 @@ class BackendContext:
     routes: RouteMode = "off"
     """What the policy's forward passes do with `TrainBatch.routes`: ignore them, count where the own choice differs, or
     also replay them (tag `replays-routes`). Anything but off needs a model with MoE layers."""
+    true_on_policy: bool = False
+    """Compute the log-probs that the engine sampled with, bit for bit (tag `true-on-policy`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

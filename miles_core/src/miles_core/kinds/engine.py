@@ -60,6 +60,8 @@ class EngineContext:
     index: int = 0
     routes: bool = False
     """Requests will ask for routes: an engine that must know beforehand (tag `records-routes`) does here."""
+    true_on_policy: bool = False
+    """Compute log-probs that the trainer reproduces bit for bit (tag `true-on-policy`)."""
 
 
 class Engine(Protocol):

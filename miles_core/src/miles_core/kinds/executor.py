@@ -29,6 +29,7 @@ class TrainerSpec:
     loss: LossSettings
     reference: bool
     routes: RouteMode = "off"
+    true_on_policy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +42,7 @@ class EngineSpec:
     device: Literal["cpu", "cuda"]
     seed: int
     routes: bool = False
+    true_on_policy: bool = False
 
 
 class Trainer(WeightSource, Protocol):

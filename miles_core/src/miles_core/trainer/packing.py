@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from miles_core.numerics.spans import Span, Spans
 from miles_core.types import Int64, TrainBatch
 
 _PADDING = 1.25
@@ -42,6 +43,8 @@ class Layout:
     tiles: tuple[Tile, ...]
     restore: Tensor
     """i64[N] cell of each packed token in the tiles' concatenated cells."""
+    spans: Spans
+    """The sequences themselves, for attention that wants no tiles of equal length."""
 
 
 def scored_positions(batch: TrainBatch) -> Int64:
@@ -70,7 +73,8 @@ def lay_out(lengths: Int64, device: torch.device) -> Layout:
         offset += cells.size
         gather = torch.from_numpy(cells.reshape(-1).astype(np.int64)).to(device)
         tiles.append(Tile(len(members), width, gather))
-    return Layout(tuple(tiles), torch.from_numpy(restore).to(device))
+    spans = [Span(int(start), int(count), 0, int(start)) for start, count in zip(starts, lengths, strict=True) if count]
+    return Layout(tuple(tiles), torch.from_numpy(restore).to(device), Spans(spans))
 
 
 def attend(

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from miles_core.errors import EngineError
+from miles_core.numerics.spans import Spans
 from miles_local.kv import SlotStore, attention_mask
 
 NAME = "miles_slots"
@@ -59,6 +60,8 @@ class StepAttention:
     prefill: tuple[PrefillPart, ...]
     masks: dict[tuple[int, int | None, torch.dtype], Tensor | None] = field(default_factory=dict)
     """Shared by all layers of the step."""
+    spans: Spans | None = None
+    """The same parts for the batch-invariant attention; filled by the first layer."""
 
     def mask(self, group: int, window: int | None, dtype: torch.dtype) -> Tensor | None:
         """Mask of a decode group, or None when every row sees every key."""

@@ -91,7 +91,9 @@ class LocalEngine:
 
     def _load(self) -> LocalModel:
         context = self._context
-        model = LocalModel.load(context.model_path, device=context.device, dtype=self._options.dtype)
+        model = LocalModel.load(
+            context.model_path, device=context.device, dtype=self._options.dtype, exact=context.true_on_policy
+        )
         if context.routes:
             model.record_routes()
         wanted = context.context_length

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.errors import EngineError
+from miles_core.numerics.patch import make_invariant
 from miles_core.routing.codec import Routes, dtype_for
 from miles_core.routing.hf import RouteRecorder, find_routers
-from miles_local import attention, weights
+from miles_local import attention, true_on_policy, weights
 from miles_local.kv import SlotStore
 from miles_local.sampling import sample
 from miles_local.scheduler import CopySlot, LoadSlot, Plan, SaveSlot
@@ -39,22 +40,27 @@ class Sampled:
 class LocalModel:
     """A causal language model served from slots."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, *, exact: bool = False) -> None:
         config: Any = model.config
         self.vocab_size = int(config.vocab_size)
         self.max_tokens: int | None = getattr(config, "max_position_embeddings", None)
         self.views: Mapping[str, Tensor] = weights.checkpoint_views(model)
         self._model = model
         self._device = device
+        self._exact = exact
         self._store = SlotStore()
         self._recorder: RouteRecorder | None = None
 
     @classmethod
-    def load(cls, model_path: str, *, device: str, dtype: str) -> LocalModel:
+    def load(cls, model_path: str, *, device: str, dtype: str, exact: bool = False) -> LocalModel:
         """Load a checkpoint folder.
+
+        Args:
+            exact: Compute with the batch-invariant operators (true-on-policy).
 
         Raises:
             EngineError: the folder is absent or its architecture cannot be served from slots.
+            ConfigError: `exact`, and no profile covers the model.
         """
         folder = Path(model_path)
         if not (folder / "config.json").is_file():
@@ -69,15 +75,19 @@ class LocalModel:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
         ALL_ATTENTION_FUNCTIONS.register(attention.NAME, attention.slot_attention)
+        ALL_ATTENTION_FUNCTIONS.register(true_on_policy.NAME, true_on_policy.invariant_attention)
         with _no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
                 dtype="auto" if dtype == "checkpoint" else getattr(torch, dtype),
-                attn_implementation=attention.NAME,
+                attn_implementation=true_on_policy.NAME if exact else attention.NAME,
                 local_files_only=True,
             )
         _check_architecture(model, model_path)
-        return cls(model.to(device).eval(), torch.device(device))
+        place = torch.device(device)
+        if exact:
+            make_invariant(model, place, model.dtype)
+        return cls(model.to(place).eval(), place, exact=exact)
 
     def record_routes(self) -> None:
         """Have every step return its tokens' experts.
@@ -120,7 +130,10 @@ class LocalModel:
             routes = routes.astype(dtype_for(self._recorder.num_experts))
         if not plan.draws:
             return Sampled([], [], routes)
-        return Sampled(*sample(logits, plan.draws), routes)
+        token_ids, logprobs = sample(logits, plan.draws)
+        if self._exact:
+            logprobs = true_on_policy.logprobs(logits, token_ids, plan.draws)
+        return Sampled(token_ids, logprobs, routes)
 
     def _forward(self, plan: Plan) -> Tensor:
         """Logits [S, V] after the plan's sampled tokens (one row of no meaning when it samples none)."""

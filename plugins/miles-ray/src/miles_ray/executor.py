@@ -85,6 +85,7 @@ class RayExecutor:
                 seed=spec.seed,
                 index=index,
                 routes=spec.routes,
+                true_on_policy=spec.true_on_policy,
             )
             starts.append(actor.start.remote(spec.load, spec.options, context))
         await self._start(names, starts, EngineError)
