@@ -17,7 +17,7 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
 from miles_core.errors import DataError
 from miles_core.types import Message, Tool
@@ -31,6 +31,7 @@ class ChatTemplate:
         variables: Named special tokens (``bos_token``, ...) the template may write.
         where: File the text came from, for errors.
         today: The date ``strftime_now`` tells; None leaves the function undefined.
+        sandbox: What the template may do. Some published ones change lists, which the default refuses.
 
     Raises:
         DataError: the text is not a Jinja template.
@@ -43,12 +44,13 @@ class ChatTemplate:
         variables: Mapping[str, str] | None = None,
         where: str = "chat template",
         today: datetime.date | None = None,
+        sandbox: type[SandboxedEnvironment] = ImmutableSandboxedEnvironment,
     ) -> None:
         self.source = source
         self.where = where
         self._variables = dict(variables or {})
         try:
-            self._template = _environment(today).from_string(source)
+            self._template = _environment(today, sandbox).from_string(source)
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 "the chat template is not valid Jinja",
@@ -151,10 +153,8 @@ def _arguments(text: str) -> Any:
     return parsed if isinstance(parsed, dict) else text
 
 
-def _environment(today: datetime.date | None) -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols]
-    )
+def _environment(today: datetime.date | None, sandbox: type[SandboxedEnvironment]) -> SandboxedEnvironment:
+    environment = sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     if today is not None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
 Architecture = Literal["llama", "qwen2", "qwen3", "qwen3-moe"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
@@ -77,13 +77,25 @@ def make_tiny_model(
     return directory
 
 
-def write_tiny_tokenizer(directory: str | Path) -> int:
-    """Write ``tokenizer.json`` and ``tokenizer_config.json``: all bytes, 3 special tokens, 4 markers, few merges.
+def write_tiny_tokenizer(
+    directory: str | Path,
+    *,
+    special: Sequence[str] = SPECIAL_TOKENS,
+    markers: Sequence[str] = MARKER_TOKENS,
+    bos: str | None = "<|im_start|>",
+    eos: str | None = "<|im_end|>",
+    template: str = CHAT_TEMPLATE,
+) -> int:
+    """Write ``tokenizer.json`` and ``tokenizer_config.json``: control tokens, all bytes, a few merges.
+
+    Args:
+        special, markers: The control tokens, from id 0 on; markers are added but not special, as ``<think>`` often is.
+        bos, eos: Named special tokens; None names none.
 
     Returns:
         The number of tokens.
     """
-    tokens = [*SPECIAL_TOKENS, *MARKER_TOKENS, *_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
+    tokens = [*special, *markers, *_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
     added = [
         {
@@ -93,9 +105,9 @@ def write_tiny_tokenizer(directory: str | Path) -> int:
             "lstrip": False,
             "rstrip": False,
             "normalized": False,
-            "special": text in SPECIAL_TOKENS,
+            "special": text in special,
         }
-        for index, text in enumerate([*SPECIAL_TOKENS, *MARKER_TOKENS])
+        for index, text in enumerate([*special, *markers])
     ]
     model = {
         "type": "BPE",
@@ -122,11 +134,10 @@ def write_tiny_tokenizer(directory: str | Path) -> int:
     }
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<|im_start|>",
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|im_end|>",
+        **({} if bos is None else {"bos_token": bos}),
+        **({} if eos is None else {"eos_token": eos, "pad_token": eos}),
         "clean_up_tokenization_spaces": False,
-        "chat_template": CHAT_TEMPLATE,
+        "chat_template": template,
     }
     directory = Path(directory)
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
