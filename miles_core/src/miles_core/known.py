@@ -19,6 +19,14 @@ _LOCAL = Home("miles-local", "plugins/miles-local")
 _TRANSPORTS = Home("miles-transports", "miles_transports")
 _RAY = Home("miles-ray", "plugins/miles-ray")
 _CHATML = Home("miles-tito-chatml", "plugins/miles-tito-chatml")
+_QWEN = Home("miles-tito-qwen", "plugins/miles-tito-qwen")
+_GLM = Home("miles-tito-glm", "plugins/miles-tito-glm")
+_DEEPSEEK = Home("miles-tito-deepseek", "plugins/miles-tito-deepseek")
+_KIMI = Home("miles-tito-kimi", "plugins/miles-tito-kimi")
+_MINIMAX = Home("miles-tito-minimax", "plugins/miles-tito-minimax")
+_NEMOTRON = Home("miles-tito-nemotron", "plugins/miles-tito-nemotron")
+_GPT_OSS = Home("miles-tito-gpt-oss", "plugins/miles-tito-gpt-oss")
+_LLAMA = Home("miles-tito-llama", "plugins/miles-tito-llama")
 _REASONING_GYM = Home("miles-env-reasoning-gym", "plugins/miles-env-reasoning-gym")
 _WANDB = Home("miles-wandb", "plugins/miles-wandb")
 
@@ -29,6 +37,22 @@ KNOWN: dict[tuple[str, str], Home] = {
     ("transport", "broadcast"): _TRANSPORTS,
     ("executor", "ray"): _RAY,
     ("tito_family", "chatml"): _CHATML,
+    ("tito_family", "qwen3"): _QWEN,
+    ("tito_family", "qwen3-thinking"): _QWEN,
+    ("tito_family", "qwen35"): _QWEN,
+    ("tito_family", "qwen3-coder"): _QWEN,
+    ("tito_family", "glm46"): _GLM,
+    ("tito_family", "glm47"): _GLM,
+    ("tito_family", "deepseek-v31"): _DEEPSEEK,
+    ("tito_family", "deepseek-v32"): _DEEPSEEK,
+    ("tito_family", "deepseek-v4"): _DEEPSEEK,
+    ("tito_family", "kimi-k2"): _KIMI,
+    ("tito_family", "kimi-k2-thinking"): _KIMI,
+    ("tito_family", "kimi-k25"): _KIMI,
+    ("tito_family", "minimax-m2"): _MINIMAX,
+    ("tito_family", "nemotron3"): _NEMOTRON,
+    ("tito_family", "gpt-oss"): _GPT_OSS,
+    ("tito_family", "llama31"): _LLAMA,
     ("environment", "reasoning-gym"): _REASONING_GYM,
     ("reward", "reasoning-gym"): _REASONING_GYM,
     ("tracker", "wandb"): _WANDB,

@@ -45,8 +45,10 @@ class ChatMLFamily:
 
     @classmethod
     def claims(cls, tokenizer: ChatTokenizer) -> bool:
-        """Whether the checkpoint's template writes plain ChatML for plain conversations, and only ever appends."""
-        return probe(tokenizer).plain_chatml
+        """Whether the checkpoint's template writes plain ChatML for plain conversations, only ever appends, and shows
+        tool calls as Hermes blocks if at all."""
+        facts = probe(tokenizer)
+        return facts.plain_chatml and facts.reads_calls
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         if self._native(messages, tools):

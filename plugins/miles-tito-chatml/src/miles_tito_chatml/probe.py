@@ -22,6 +22,8 @@ class TemplateFacts:
     """System prompt it writes when the conversation has none."""
     shows_tools: bool
     shows_calls: bool
+    reads_calls: bool
+    """Calls are shown as Hermes blocks, which is what the family reads, or not at all."""
 
 
 def probe(tokenizer: ChatTokenizer) -> TemplateFacts:
@@ -33,6 +35,7 @@ def probe(tokenizer: ChatTokenizer) -> TemplateFacts:
         default_system=default,
         shows_tools=shows_tools(tokenizer),
         shows_calls=calls,
+        reads_calls=not calls or '<tool_call>\n{"name": ' in rendered(tokenizer, [SYSTEM, USER, CALLING, RESULT, USER]),
     )
 
 

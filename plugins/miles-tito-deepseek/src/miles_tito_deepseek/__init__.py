@@ -1,0 +1,3 @@
+"""DeepSeek token families for Miles."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,3 @@
+"""Llama token families for Miles."""
+
+__version__ = "0.1.0"

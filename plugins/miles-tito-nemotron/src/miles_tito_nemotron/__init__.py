@@ -1,0 +1,3 @@
+"""Nemotron token families for Miles."""
+
+__version__ = "0.1.0"
