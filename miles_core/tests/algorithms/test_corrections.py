@@ -108,6 +108,32 @@ def test_importance_equals_a_loop(level: str, action: str, data: st.DataObject) 
     assert all((values[~mask] == 0).all() and values.isfinite().all() for values in metrics.values())
 
 
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_metrics_are_token_weighted_whatever_the_packing(data: st.DataObject) -> None:
+    """Summed over any split into whole sequences they are those of the whole batch."""
+    lengths = data.draw(st.lists(st.integers(1, 5), min_size=2, max_size=5))
+    parts = data.draw(st.lists(st.integers(0, 2), min_size=len(lengths), max_size=len(lengths)))
+    total = sum(lengths)
+    log_ratio = torch.tensor(data.draw(st.lists(st.floats(-2, 2), min_size=total, max_size=total)), dtype=F64)
+    mask = torch.tensor(data.draw(st.lists(st.booleans(), min_size=total, max_size=total)))
+    ids = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    _, whole = corrections.importance(log_ratio, mask, ids, level="geometric", action="mask", low=0.5, high=1.7)
+    split: dict[str, float] = {}
+    for part in set(parts):
+        here = torch.tensor(parts)[ids] == part
+        _, renumbered = ids[here].unique(return_inverse=True)
+        _, found = corrections.importance(
+            log_ratio[here], mask[here], renumbered, level="geometric", action="mask", low=0.5, high=1.7
+        )
+        for name, values in found.items():
+            split[name] = split.get(name, 0.0) + float(values.sum())
+    of_the_batch = ("ess", "perplexity_ratio")  # no means over tokens
+    for name in whole.keys() - set(of_the_batch):
+        assert split[name] == pytest.approx(float(whole[name].sum()), abs=1e-9), name
+    assert sum(split[name] for name in split if name.startswith("ratio_bin/")) == int(mask.sum())
+
+
 def test_a_long_sequence_cannot_overflow_its_product() -> None:
     log_ratio = torch.full((400,), 3.0)
     weight, metrics = corrections.importance(log_ratio, *flat(400), level="sequence", action="mask")

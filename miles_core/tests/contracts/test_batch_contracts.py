@@ -64,7 +64,34 @@ def test_the_numbers_are_those_of_trained_tokens_only() -> None:
         "ratio_max": 2.2,
         "ratio_outside_fraction": 0.25,
     }
-    assert report.metrics == pytest.approx({f"contract/logprobs/{k}": v for k, v in expected.items()}, abs=1e-6)
+    found = {name: value for name, value in report.metrics.items() if "ratio_bin" not in name and "fresh" not in name}
+    assert found == pytest.approx({f"contract/logprobs/{k}": v for k, v in expected.items()}, abs=1e-6)
+
+
+def test_the_histogram_counts_every_trained_token_once_and_a_bin_holds_its_lower_edge() -> None:
+    # Ratios 1.1, 1, 0.25 and 2.
+    report = logprobs.check(batch(old_logprobs=old(0.44, 0.4, 0.1, 0.8)))
+    bins = {n.rsplit("/", 1)[1]: v for n, v in report.metrics.items() if "/ratio_bin/" in n}
+    assert sum(bins.values()) == 1
+    assert {name: value for name, value in bins.items() if value} == {
+        "1.05_to_1.25": 0.25,
+        "0.99_to_1.01": 0.25,
+        "to_0.5": 0.25,
+        "over_2": 0.25,
+    }
+
+
+def test_staleness_is_another_contract_so_fresh_tokens_are_judged_where_there_are_any() -> None:
+    versions = np.array([-1, 3, 2, -1, 3, 1])
+    moved = batch(old_logprobs=old(0.4, 0.1, 0.41, 0.1), versions=versions)  # only the stale ones differ
+    assert logprobs.check(moved).status is Verdict.BROKEN
+    report = logprobs.check(moved, current_version=3)
+    assert report.status is Verdict.OK
+    assert report.metrics["contract/logprobs/fresh_fraction"] == 0.5
+    assert report.metrics["contract/logprobs/abs_diff_mean_fresh"] == pytest.approx(math.log(0.41 / 0.4) / 2, rel=1e-5)
+    nothing_fresh = logprobs.check(moved, current_version=4)
+    assert nothing_fresh.status is Verdict.BROKEN
+    assert "contract/logprobs/abs_diff_mean_fresh" not in nothing_fresh.metrics
 
 
 def test_a_large_mean_difference_is_broken_and_names_the_worst_sequence() -> None:
@@ -80,7 +107,7 @@ def test_nan_is_broken() -> None:
 def test_nothing_is_measured_when_the_rollout_is_the_old_policy() -> None:
     same = batch(old_logprobs=batch().rollout_logprobs)
     assert logprobs.check(same, old_is_rollout=True).status is Verdict.UNAVAILABLE
-    assert logprobs.check(same, old_is_rollout=True).metrics == {}
+    assert logprobs.check(same, old_is_rollout=True).figures == {"contract/logprobs/available": 0.0}
     assert logprobs.check(batch()).status is Verdict.UNAVAILABLE
 
 

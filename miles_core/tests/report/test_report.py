@@ -189,12 +189,15 @@ def test_quarters_need_two_steps_each() -> None:
 def shown(run: Path, sample: int | None, *, colour: bool = False) -> str:
     output = io.StringIO()
     console = Console(file=output, width=120, force_terminal=colour, color_system="standard" if colour else None)
-    inspect.show(console, load_run(run).rollouts(12), sample, None)
+    inspect.show(console, load_run(run).rollouts(12), sample, None, load_run(run).at(12))
     return output.getvalue()
 
 
 def test_a_step_is_a_table_of_its_trajectories(run: Path) -> None:
-    lines = shown(run, None).splitlines()
+    contracts, lines = shown(run, None).splitlines()[:4], shown(run, None).splitlines()[5:]
+    assert [line.split()[0] for line in contracts] == ["tokens", "routes", "logprobs", "versions"]
+    assert "mean |d| 0.001, max 0.02" in contracts[2]
+    assert "not measured" in contracts[1]
     assert len(lines) == 4
     assert "7-8" in lines[1]
     assert "right" in lines[1]

@@ -88,7 +88,7 @@ def test_contracts_corrections_and_rollout_record_declared_names() -> None:
         logprobs.check(batch),
         versions.check(groups, current_version=0),
     ]
-    recorded = {name for report in reports for name in report.metrics}
+    recorded = {name for report in reports for name in report.figures}
     recorded |= batching.with_corrections(batch, [("tis", corrections.tis, {})])[1].keys()
     tally = Tally(group_size=1)
     tally.judge(groups[0].trajectories, groups[0], retried=0, reason="zero_std")

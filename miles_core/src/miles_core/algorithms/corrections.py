@@ -12,6 +12,7 @@ each:
     k1, k2, k3         estimates of KL(rollout || trainer)
     ess                effective sample size of the batch's weights as a fraction of its tokens; same at each token
     perplexity_ratio   trainer's perplexity over rollout's on the batch's tokens; same at each token
+    ratio_bin/...      1 where m lies in that bin of the histogram
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import torch
 from torch import Tensor
 
 from miles_core.algorithms.kl import MAX_LOG_RATIO
+from miles_core.contracts.logprobs import histogram
 
 Result = tuple[Tensor, dict[str, Tensor]]
 
@@ -122,4 +124,5 @@ def _metrics(log_ratio: Tensor, mask: Tensor, weight: Tensor, *, changed: Tensor
         "ess": ess.expand_as(d),
         "perplexity_ratio": (-d.sum() / tokens).exp().expand_as(d),
     }
+    per_token |= {f"ratio_bin/{name}": part.to(d.dtype) for name, part in histogram(d.exp()).items()}
     return {name: torch.where(mask, value, 0.0) for name, value in per_token.items()}

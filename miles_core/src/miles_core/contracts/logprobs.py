@@ -6,6 +6,10 @@ Per trained token, ``d = log old (trainer, before the update) - log rollout`` an
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
 
 from miles_core.contracts.report import MAX_OFFENDERS, Report, Verdict
@@ -13,15 +17,25 @@ from miles_core.types import TrainBatch
 
 MAX_MEAN_ABS_DIFF = 0.1
 """Nats. Mixed precision and quantised engines stay below 0.04; a wrong template or temperature starts near 0.5."""
+RATIO_EDGES = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0)
+"""Edges of the ratio's histogram; a bin holds its lower edge."""
 RATIO_BOUNDS = (0.0, 2.0)
 """The default interval of `tis` and `clip-or-pop`; the fraction outside says what they would touch."""
 
 
-def check(batch: TrainBatch, *, old_is_rollout: bool = False, max_mean_abs_diff: float = MAX_MEAN_ABS_DIFF) -> Report:
+def check(
+    batch: TrainBatch,
+    *,
+    old_is_rollout: bool = False,
+    current_version: int | None = None,
+    max_mean_abs_diff: float = MAX_MEAN_ABS_DIFF,
+) -> Report:
     """Compare the old policy's log-probs with those the engine recorded, over trained tokens.
 
     Args:
         old_is_rollout: The run takes the engine's log-probs as the old policy; then there is nothing to compare.
+        current_version: Version of the trainer's weights. Tokens of older versions differ also because the policy has
+            moved on, which is no fault of either side: where there are fresh tokens, they alone are judged.
         max_mean_abs_diff: Nats beyond which the mean of \\|d\\| breaks the contract.
     """
     if old_is_rollout or batch.old_logprobs is None or not batch.num_loss_tokens:
@@ -31,7 +45,9 @@ def check(batch: TrainBatch, *, old_is_rollout: bool = False, max_mean_abs_diff:
     ratio = np.exp(np.clip(d, -20.0, 20.0))
     mean = float(np.abs(d).mean())
     low, high = RATIO_BOUNDS
-    broken = not mean <= max_mean_abs_diff  # NaN is broken
+    fresh = np.ones(d.shape, np.bool_) if current_version is None else batch.versions[mask] == current_version
+    judged = float(np.abs(d[fresh]).mean()) if fresh.any() else mean
+    broken = not judged <= max_mean_abs_diff  # NaN is broken
     return Report(
         name="logprobs",
         status=Verdict.BROKEN if broken else Verdict.OK,
@@ -44,9 +60,23 @@ def check(batch: TrainBatch, *, old_is_rollout: bool = False, max_mean_abs_diff:
             "contract/logprobs/ratio_min": float(ratio.min()),
             "contract/logprobs/ratio_max": float(ratio.max()),
             "contract/logprobs/ratio_outside_fraction": float(((ratio < low) | (ratio > high)).mean()),
+            "contract/logprobs/fresh_fraction": float(fresh.mean()),
+            **({"contract/logprobs/abs_diff_mean_fresh": judged} if fresh.any() else {}),
+            **{f"contract/logprobs/ratio_bin/{name}": float(part.mean()) for name, part in histogram(ratio).items()},
         },
         offenders=_worst(d, batch.sequence_ids[mask]) if broken else (),
     )
+
+
+def histogram(ratio: Any) -> dict[str, Any]:
+    """Indicator per bin of `RATIO_EDGES`, for a NumPy array or a tensor of ratios: their means are the histogram."""
+    lows, highs = (0.0, *RATIO_EDGES), (*RATIO_EDGES, math.inf)
+    names = (
+        f"to_{RATIO_EDGES[0]:g}",
+        *(f"{a:g}_to_{b:g}" for a, b in pairwise(RATIO_EDGES)),
+        f"over_{RATIO_EDGES[-1]:g}",
+    )
+    return {name: (ratio >= low) & (ratio < high) for name, low, high in zip(names, lows, highs, strict=True)}
 
 
 def _worst(

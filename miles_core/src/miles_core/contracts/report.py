@@ -29,5 +29,11 @@ class Report:
     offenders: tuple[str, ...] = ()
     """What broke it, at most `MAX_OFFENDERS` lines, worst first."""
 
+    @property
+    def figures(self) -> dict[str, float]:
+        """`metrics`, and whether there was anything to measure."""
+        measured = self.status in (Verdict.OK, Verdict.BROKEN)
+        return {**self.metrics, f"contract/{self.name}/available": float(measured)}
+
 
 MAX_OFFENDERS = 8

@@ -24,10 +24,11 @@ async def rollout_and_update(run: Run, step: int) -> dict[str, float]:
     collected = await _collect(run, step)
     batch = await _prepare(run, collected, step)
     reports = check_contracts(run, collected, batch, version=step - 1, counts=await _route_counts(run))
-    metrics = await _update(run, batch, step)
-    run.recorder.contracts(step, reports)
+    run.recorder.contracts(step, reports)  # before the update, so that a run that ends here leaves its evidence
     run.recorder.rollouts(step, collected.groups, batch)
-    contract_metrics = {name: value for report in reports for name, value in report.metrics.items()}
+    refuse_broken(reports, version=step - 1)
+    metrics = await _update(run, batch, step)
+    contract_metrics = {name: value for report in reports for name, value in report.figures.items()}
     return {**collected.stats, **contract_metrics, **metrics}
 
 
@@ -91,17 +92,22 @@ def check_contracts(
     Args:
         version: Weight version that sampled the batch.
         counts: Routes that the trainer compared while it scored the batch.
-
-    Raises:
-        ContractError: tokens or versions are broken. Training on would optimise trajectories nobody generated.
     """
     old_is_rollout = run.spec.objective.old_logprobs == "rollout"
-    reports = [
+    return [
         tokens.check(collected.groups, batch),
         routes.check(batch, num_experts=run.num_experts, mode=run.spec.rollout.routes, counts=counts),
-        logprobs.check(batch, old_is_rollout=old_is_rollout),
+        logprobs.check(batch, old_is_rollout=old_is_rollout, current_version=version),
         versions.check(collected.groups, current_version=version, max_staleness=0),
     ]
+
+
+def refuse_broken(reports: Sequence[Report], *, version: int) -> None:
+    """Stop when tokens or versions are broken.
+
+    Raises:
+        ContractError: training on would optimise trajectories nobody generated.
+    """
     for report in reports:
         if report.status is Verdict.BROKEN and report.name in ("tokens", "versions"):
             raise ContractError(
@@ -110,7 +116,6 @@ def check_contracts(
                 where=f"weight version {version}",
                 do="report the engine or session that made these trajectories",
             )
-    return reports
 
 
 # --- inside a step ----------------------------------------------------------------------------------------------------

@@ -168,9 +168,13 @@ def _verdict(run: RunRecord, name: str, broken: Sequence[Mapping[str, Any]]) -> 
         typical = values("token_staleness")
         return "good", f"Oldest token {max(oldest):.0f} versions behind, typical {sum(typical) / len(typical):.2g}."
     if name == "routes" and (coverage := values("coverage")):
-        return "good", f"Routes cover {min(coverage):.0%} of the tokens on every step."
+        different = values("different_fraction")
+        most = f"; at most {max(different):.2%} of (token, layer) pairs went to other experts" if different else ""
+        return "good", f"Routes cover {min(coverage):.0%} of the tokens on every step{most}."
     if name == "routes" and run.metrics:
         return "plain", "Not applicable: the model is dense, or its routes are not recorded."
+    if name == "logprobs" and values("available"):
+        return "plain", "Unavailable: the run takes the engine's log-probs as old policy and recomputes none."
     return "plain", "Not measured."
 
 
@@ -206,6 +210,12 @@ def _charts(run: RunRecord) -> str:
             "contract/logprobs/abs_diff_mean",
             mean="contract/logprobs/abs_diff_mean",
             KL_k3="contract/logprobs/kl_k3",
+        ),
+        lines(
+            "Experts that differ",
+            "contract/routes/different_fraction",
+            used="contract/routes/different_fraction",
+            own_choice="contract/routes/own_different_fraction",
         ),
         lines("Largest mismatch", "contract/logprobs/abs_diff_max", worst_token="contract/logprobs/abs_diff_max"),
         lines(

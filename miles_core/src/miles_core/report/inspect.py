@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from miles_core.tokenizer import ChatTokenizer
+from miles_core.tracking.live import CONTRACTS, figures_text
 from miles_core.tracking.rollouts import RolloutRow
 
 LEVELS = ((0.01, "green"), (0.1, "yellow"), (0.5, "dark_orange"), (math.inf, "bold red"))
@@ -175,6 +176,24 @@ def _number(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else ""
 
 
-def show(console: Console, rows: Sequence[RolloutRow], sample: int | None, tokenizer: ChatTokenizer | None) -> None:
-    """Print the table, or the trajectory `sample`."""
-    console.print(summary_table(rows) if sample is None else trajectory_view(rows[sample], tokenizer))
+def contracts_view(metrics: Mapping[str, float]) -> RenderableType:
+    """What the four contracts measured on a step, one a line."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    for contract in CONTRACTS:
+        table.add_row(contract, figures_text(contract, metrics) or "not measured")
+    return table
+
+
+def show(
+    console: Console,
+    rows: Sequence[RolloutRow],
+    sample: int | None,
+    tokenizer: ChatTokenizer | None,
+    metrics: Mapping[str, float],
+) -> None:
+    """Print the contracts of the step and its table, or the trajectory `sample`."""
+    if sample is None:
+        console.print(Group(contracts_view(metrics), Text(), summary_table(rows)))
+    else:
+        console.print(trajectory_view(rows[sample], tokenizer))

@@ -53,6 +53,11 @@ class RunRecord:
             if isinstance(line.get(name), int | float) and math.isfinite(line[name])
         ]
 
+    def at(self, step: int) -> dict[str, float]:
+        """The finite metrics of a step; empty where it left no line."""
+        line = next((line for line in self.metrics if line["step"] == step), {})
+        return {n: float(v) for n, v in line.items() if isinstance(v, int | float) and math.isfinite(v) and n != "step"}
+
     def names(self, prefix: str, *, clock: bool = False) -> list[str]:
         """Recorded names that start with `prefix`, in the order of their first appearance."""
         lines = self.timings if clock else self.metrics

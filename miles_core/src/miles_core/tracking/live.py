@@ -218,12 +218,22 @@ def verdict_text(report: Report) -> str:
         return "not measured"
     if report.status is Verdict.BROKEN and report.offenders:
         return f"BROKEN {report.offenders[0]}"
-    numbers = {name.rsplit("/", 1)[1]: value for name, value in report.metrics.items()}
-    match report.name:
+    return figures_text(report.name, report.metrics) or str(report.status)
+
+
+def figures_text(contract: str, metrics: Mapping[str, float]) -> str | None:
+    """The number that tells most of a contract, from a step's metrics; None where it was not measured."""
+    prefix = f"contract/{contract}/"
+    numbers = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    if not numbers or numbers.get("available") == 0:
+        return None
+    match contract:
         case "tokens":
             return f"{numbers['checked_trajectories']:.0f} rows, {numbers['trained_tokens']:.0f} trained tokens"
         case "routes":
-            return f"{numbers['coverage']:.0%} covered"
+            covered = f"{numbers['coverage']:.0%} covered"
+            different = numbers.get("different_fraction")
+            return covered if different is None else f"{covered}, {different:.2%} sent to other experts"
         case "logprobs":
             scale = f"{MAX_MEAN_ABS_DIFF:g}"
             return (
@@ -233,4 +243,4 @@ def verdict_text(report: Report) -> str:
         case "versions":
             return f"oldest {numbers['s_old_max']:.0f}, mean {numbers['token_staleness']:.2g} versions behind"
         case _:
-            return str(report.status)
+            return None

@@ -66,6 +66,7 @@ TRAIN = (
     Metric("train/skipped_updates", "updates", "optimizer steps not taken because loss or gradient was not finite"),
 )
 CONTRACTS = (
+    Metric("contract/{contract}/available", "0 or 1", "whether the contract was measured on this step"),
     Metric("contract/tokens/checked_trajectories", "trajectories", "rows whose token contract was checked"),
     Metric("contract/tokens/broken_trajectories", "trajectories", "rows that broke it, or changed on the way"),
     Metric("contract/tokens/sampled_tokens", "tokens", "sampled tokens of the batch"),
@@ -88,6 +89,9 @@ CONTRACTS = (
     Metric("contract/logprobs/ratio_min", "ratio", "smallest such ratio"),
     Metric("contract/logprobs/ratio_max", "ratio", "largest such ratio"),
     Metric("contract/logprobs/ratio_outside_fraction", "fraction", "trained tokens whose ratio is outside [0, 2]"),
+    Metric("contract/logprobs/ratio_bin/{bin}", "fraction", "histogram of that ratio: trained tokens in the bin"),
+    Metric("contract/logprobs/fresh_fraction", "fraction", "trained tokens sampled by the trainer's current version"),
+    Metric("contract/logprobs/abs_diff_mean_fresh", "nats", "mean |trainer - rollout log-prob| of fresh tokens"),
     Metric("contract/versions/current", "version", "published weight version when the trainer consumed the batch"),
     Metric("contract/versions/s_old_mean", "versions", "age of a group's oldest token, mean over groups"),
     Metric("contract/versions/s_old_max", "versions", "age of the batch's oldest token"),
@@ -106,6 +110,7 @@ CORRECTIONS = (
     Metric("correction/{correction}/k2", "nats", "KL(rollout || trainer) by k2"),
     Metric("correction/{correction}/k3", "nats", "KL(rollout || trainer) by k3"),
     Metric("correction/{correction}/ess", "fraction", "effective sample size of the weights, of the trained tokens"),
+    Metric("correction/{correction}/ratio_bin/{bin}", "fraction", "histogram of the ratio: trained tokens in the bin"),
     Metric("correction/{correction}/perplexity_ratio", "ratio", "trainer's over rollout's perplexity"),
 )
 EVAL = (

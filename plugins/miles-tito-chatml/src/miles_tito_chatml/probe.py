@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from miles_core.errors import SessionError
-from miles_core.session.probe import CALL, RESULT, SYSTEM, USER, rendered, shows_calls, shows_tools
+from miles_core.session.probe import CALL, CALLING, RESULT, SYSTEM, USER, rendered, shows_calls, shows_tools
 from miles_core.session.suffix import appended_ids
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message
