@@ -27,6 +27,9 @@ from miles_core.session.row import TokenIds
 from miles_core.session.seeds import turn_seed
 from miles_core.types import Boundary, Failure, FinishReason, Message, SamplingParams, Tool, ToolCall
 
+OVERHEAD_BYTES = 1024
+"""Of a message: its object, its turn, and its raw form in the server's transcript."""
+
 Listener = Callable[[Delta], None]
 """Reads a turn along while it is sampled."""
 
@@ -81,6 +84,8 @@ class Session(ABC):
         self._closed = False
         self.in_flight = 0
         """Turns under way."""
+        self.reserved = 0
+        """Turns that somebody has set about and that may not have begun."""
         self.on_commit: Callable[[Prepared, Output], None] | None = None
         """Called with every turn before it becomes history; if it raises, the turn does not."""
         self.failure: Failure | None = None
@@ -89,6 +94,10 @@ class Session(ABC):
         """The latest request did not fit the context; None once a later one did."""
         self.cached_tokens = 0
         """Prompt tokens whose KV the engine reused, over all turns."""
+        self.size_bytes = 0
+        """Memory of rows and messages, about; turns that were rolled back count on."""
+        self.calls: dict[str, list[ToolCall]] = {}
+        """Tool calls the model made, by id; branches may use one id several times."""
 
     @property
     def closed(self) -> bool:
@@ -158,6 +167,9 @@ class Session(ABC):
         if self.on_commit is not None:
             self.on_commit(prepared, output)
         turn = self._apply(prepared, output, message)
+        self.size_bytes += _size(prepared, output, message)
+        for call in calls:
+            self.calls.setdefault(call.id, []).append(call)
         self.cached_tokens += output.cached_tokens
         self.failure = self.overflow = None
         return Completion(
@@ -254,6 +266,16 @@ class _Reader:
         for delta in deltas:
             calls = tuple(self._session._named(self._prepared, call) for call in delta.tool_calls)
             self._listener(replace(delta, tool_calls=calls) if calls else delta)
+
+
+def _size(prepared: Prepared, output: Output, message: Message) -> int:
+    tokens = len(prepared.prompt_ids) - prepared.shared + len(output.ids)
+    routes = 0 if output.routes is None else int(output.routes.nbytes)
+    texts = sum(
+        len(each.content) + len(each.reasoning or "") + sum(len(call.arguments) for call in each.tool_calls)
+        for each in (*prepared.messages, message)
+    )
+    return 8 * tokens + routes + texts + OVERHEAD_BYTES * (len(prepared.messages) + 1)
 
 
 def fixed_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:

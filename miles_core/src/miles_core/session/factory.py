@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from miles_core.errors import ConfigError, SessionError
 from miles_core.kinds.engine import Engine
@@ -12,20 +12,24 @@ from miles_core.kinds.tito_family import TitoFamily
 from miles_core.session.affinity import Affinity
 from miles_core.session.base import SessionSetup
 from miles_core.session.linear import LinearSession
+from miles_core.session.tree import TreeSession
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import SamplingParams
+
+History = Literal["linear", "branching"]
 
 DEFAULT_FAMILY = "default"
 
 
 class SessionFactory:
-    """Opens linear sessions over a fixed set of engines. One per run and purpose; not thread-safe.
+    """Opens sessions over a fixed set of engines. One per run and purpose; not thread-safe.
 
     Args:
         engines: All replicas; every session stays with one of them.
         family, matcher: As the run picked them.
         context_length: Tokens of prompt plus output at most, in every session.
         routes: Ask engines for the experts of every token (tag `records-routes`).
+        history: Whether a session is one row that grows at its tail, or a tree of turns.
 
     Example:
         session = factory.open("step3-prompt7-0", SamplingParams(max_tokens=64, seed=11))
@@ -44,7 +48,9 @@ class SessionFactory:
         *,
         context_length: int,
         routes: bool = False,
+        history: History = "linear",
     ) -> None:
+        self.history = history
         self.family = family
         self.matcher = matcher
         self.context_length = context_length
@@ -52,7 +58,7 @@ class SessionFactory:
         self._routes = routes
         self._affinity = Affinity(len(self._engines))
 
-    def open(self, session_id: str, params: SamplingParams) -> LinearSession:
+    def open(self, session_id: str, params: SamplingParams) -> LinearSession | TreeSession:
         """A new session under a name that no open session has.
 
         Args:
@@ -77,7 +83,7 @@ class SessionFactory:
             routes=self._routes,
             on_close=lambda: self._affinity.release(session_id),
         )
-        return LinearSession(session_id, setup)
+        return TreeSession(session_id, setup) if self.history == "branching" else LinearSession(session_id, setup)
 
     def load(self) -> tuple[int, ...]:
         """Open sessions of each engine, for the display."""

@@ -82,13 +82,30 @@ class LinearSession(Session):
         """Of the latest turn."""
         return self._tools
 
+    def row_to(self, turn: int) -> array[int]:
+        """A copy of the row as it was committed with `turn`."""
+        if turn + 1 == len(self._turns):
+            return self._row.slice(0, len(self._row))
+        later = self._turns[turn + 1]
+        return self._row.slice(0, later.attached) + later.dropped.ids
+
+    def sampled_of(self, turn: int) -> tuple[array[int], array[float]]:
+        """Ids and log-probs that `turn` sampled."""
+        end = self._turns[turn].row_end
+        start = end - self._turns[turn].sampled
+        return self._row.slice(start, end), self._row.logprobs(start, end)
+
+    def messages_to(self, turn: int) -> tuple[Message, ...]:
+        """The conversation up to and with `turn`."""
+        return tuple(self._messages[: self._turns[turn].message_end])
+
     # --- the turn -----------------------------------------------------------------------------------------------------
 
     def prepare(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, params: SamplingParams | None = None
     ) -> Prepared:
         self._check_open(messages)
-        if self.in_flight:
+        if self.in_flight or self.reserved:
             raise SessionBusy(
                 "the session is already generating a turn",
                 expected="one completion at a time: a linear session has one tail",
@@ -109,7 +126,7 @@ class LinearSession(Session):
             self._check_extendable(keep, fixed)
             stored = self._messages[: self._turns[keep - 1].message_end]
             fresh = tuple(messages[len(stored) :])
-            prompt = self._row_after(keep)
+            prompt = self.row_to(keep - 1)
             shared, new = join(
                 self._family, prompt, self._family.append(stored, fresh, fixed), where=f"{self._where}, turn {keep}"
             )
@@ -199,13 +216,6 @@ class LinearSession(Session):
                 where=self._where,
                 do="pass the same tools with every turn, or open a new session",
             )
-
-    def _row_after(self, keep: int) -> array[int]:
-        """A copy of the row as it was committed with turn ``keep - 1``."""
-        if keep == len(self._turns):
-            return self._row.slice(0, len(self._row))
-        later = self._turns[keep]
-        return self._row.slice(0, later.attached) + later.dropped.ids
 
     def _roll_back(self, prepared: Prepared) -> None:
         keep = prepared.base + 1

@@ -88,6 +88,12 @@ class TreeSession(Session):
             number = found[-1].parent
         return found[::-1]
 
+    def sampled_of(self, number: int) -> tuple[array[int], array[float]]:
+        """Ids and log-probs that the node's turn sampled."""
+        node = self.nodes[number]
+        end = len(node.row)
+        return node.row.slice(end - node.sampled, end), node.row.logprobs(end - node.sampled, end)
+
     def messages_to(self, number: int) -> tuple[Message, ...]:
         return tuple(message for node in self.path(number) for message in node.messages)
 

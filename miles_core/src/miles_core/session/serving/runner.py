@@ -1,0 +1,75 @@
+"""A session server that listens, inside whatever event loop there is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Iterator
+
+import uvicorn
+
+from miles_core.errors import RunError
+from miles_core.session.serving.app import make_app
+from miles_core.session.serving.store import SessionStore
+
+GRACE_S = 5
+"""What answers under way get at shutdown."""
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Signals belong to whoever runs the loop."""
+        yield
+
+
+@contextlib.asynccontextmanager
+async def listening(store: SessionStore, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
+    """Serve `store` until the block ends; gives the base URL. Port 0 takes a free one.
+
+    Raises:
+        RunError: the address cannot be taken.
+    """
+    listener = _listener(host, port)
+    config = uvicorn.Config(
+        make_app(store),
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=GRACE_S,
+        lifespan="on",
+    )
+    server = _Server(config)
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        while not server.started:
+            if serving.done():
+                serving.result()
+                raise RunError("the session server ended before it began")
+            await asyncio.sleep(0.005)
+        name, taken = listener.getsockname()[:2]
+        yield f"http://[{name}]:{taken}" if ":" in name else f"http://{name}:{taken}"
+    finally:
+        server.should_exit = True
+        # Streams under way end with their sessions; waiting for them would wait for their agents.
+        store.close_all()
+        await serving
+        listener.close()
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    try:
+        info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(info[0], info[1])
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(info[4])
+        listener.listen(2048)
+        return listener
+    except OSError as error:
+        raise RunError(
+            f"the session server cannot listen: {error}",
+            where=f"{host}:{port}",
+            do="choose another port (0 takes a free one) or an address of this machine",
+        ) from error

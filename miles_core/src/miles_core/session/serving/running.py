@@ -1,0 +1,119 @@
+"""A turn under way for a client that may go away: cancelled with it, and never left behind.
+
+The session changes only when the turn is complete, so whoever leaves early leaves it consistent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from miles_core.kinds.environment import Completion
+from miles_core.kinds.tito_family import Delta
+from miles_core.session.base import Prepared, Session
+from miles_core.session.refusals import SessionClosed
+
+
+class TurnTask:
+    """A turn being generated. It begins at once, so that the session counts as busy from here on."""
+
+    def __init__(self, session: Session, prepared: Prepared, *, listens: bool) -> None:
+        self._session = session
+        self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
+        session.reserved += 1
+        self.task = asyncio.create_task(session.run(prepared, self._queue.put_nowait if listens else None))
+        self.task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[Completion]) -> None:
+        # Here and not in the coroutine: a task cancelled before its first step never runs a line of it.
+        self._session.reserved -= 1
+        self._queue.put_nowait(None)
+
+    async def result(self) -> Completion:
+        """The turn's completion; cancelling the wait cancels the turn.
+
+        Raises:
+            SessionClosed: the session was deleted meanwhile.
+        """
+        try:
+            # Waited for, not awaited: being cancelled oneself and the task being cancelled by a deletion are two
+            # things.
+            await asyncio.wait([self.task])
+        finally:
+            self.task.cancel()
+        if self.task.cancelled():
+            raise SessionClosed(f"session {self._session.session_id!r} was deleted while its turn was generated")
+        return self.task.result()
+
+    async def pieces(self) -> AsyncGenerator[Delta | Completion, None]:
+        """The turn's pieces as they are sampled, then its completion; closing it early cancels the turn.
+
+        Raises:
+            SessionClosed: the session was deleted meanwhile.
+        """
+        try:
+            while (delta := await self._queue.get()) is not None:
+                yield delta
+            yield await self.result()
+        finally:
+            self.task.cancel()
+
+
+class Running:
+    """The turns of one session that clients wait for.
+
+    Deleting the session cancels them, so that its engine's slot is free at once.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Completion]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def start(self, session: Session, prepared: Prepared, *, listens: bool) -> TurnTask:
+        turn = TurnTask(session, prepared, listens=listens)
+        self._tasks.add(turn.task)
+        turn.task.add_done_callback(self._tasks.discard)
+        return turn
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+
+class ClientGone(Exception):
+    """The client closed the connection before its answer was complete."""
+
+
+T = TypeVar("T")
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client goes away.
+
+    Args:
+        receive: The request's channel, its body read.
+
+    Raises:
+        ClientGone: the client went away first.
+    """
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientGone
+        return working.result()
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,150 @@
+"""One request for a turn, from body to answer; the same for every protocol."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncGenerator
+from contextlib import ExitStack
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from miles_core.errors import MilesError
+from miles_core.kinds.environment import Completion
+from miles_core.session.base import Prepared
+from miles_core.session.serving.asked import Asked, check_temperature, merge_sampling
+from miles_core.session.serving.http import DONE, EventStream, Json, event, read_object
+from miles_core.session.serving.problems import Refused, refusal
+from miles_core.session.serving.protocol import Event, Reply, WireProtocol
+from miles_core.session.serving.running import ClientGone, TurnTask, while_connected
+from miles_core.session.serving.store import Entry, SessionStore
+
+
+class Turns:
+    """Serves turns of the store's sessions."""
+
+    def __init__(self, store: SessionStore) -> None:
+        self._store = store
+
+    async def serve(self, request: Request, key: str, protocol: WireProtocol) -> Response:
+        """Answer a request for a turn of session `key`.
+
+        Raises:
+            Refused, MilesError: the turn cannot be had.
+            ClientGone: nobody waits for the answer any more.
+        """
+        started = time.monotonic()
+        body = await read_object(request, self._store.settings.max_body_bytes)
+        # A stack, since a streamed answer uses the session long after this function returned.
+        using = ExitStack()
+        try:
+            entry = using.enter_context(self._store.using(key))
+            asked = protocol.read(body, entry)
+            prepared = self._prepared(entry, asked)
+            reply = self._reply(entry, asked, prepared, protocol)
+            turn = entry.running.start(entry.session, prepared, listens=asked.stream)
+            if asked.stream:
+                release = using.pop_all()
+                source = self._stream(entry, turn, len(prepared.prompt_ids), reply, protocol, started)
+                return EventStream(source, turn.task.cancel, on_gone=self._client_gone, on_close=release.close)
+            completion = await while_connected(request.receive, turn.result())
+            self._count(completion, protocol, started)
+            return Json(protocol.whole(completion, reply, self._logprobs(entry, completion, asked)))
+        except ClientGone:
+            self._client_gone()
+            raise
+        finally:
+            using.close()
+
+    async def count_tokens(self, request: Request, key: str, protocol: WireProtocol) -> int:
+        """Tokens of the prompt that the request would be; nothing is sampled. Raises as `serve`."""
+        body = await read_object(request, self._store.settings.max_body_bytes)
+        with self._store.using(key) as entry:
+            return len(self._prepared(entry, protocol.read(body, entry)).prompt_ids)
+
+    # --- private ------------------------------------------------------------------------------------------------------
+
+    def _prepared(self, entry: Entry, asked: Asked) -> Prepared:
+        session = entry.session
+        params, ignored = merge_sampling(session.params, asked.sampling, self._store.settings.agent_sampling)
+        prepared = session.prepare(asked.messages, asked.tools, params=params)
+        before = session.turns[prepared.base].temperature if prepared.base >= 0 else None
+        check_temperature(params.temperature, before)
+        for name, value in ignored.items():
+            entry.overridden[name] = value
+            self._store.metrics.add("miles_overridden_fields_total", field=name)
+        return prepared
+
+    def _reply(self, entry: Entry, asked: Asked, prepared: Prepared, protocol: WireProtocol) -> Reply:
+        number = f"{prepared.generation}-{prepared.base + 1}-{len(entry.session.turns)}"
+        return Reply(
+            response_id=f"{protocol.id_prefix}{entry.key}-{number}",
+            model=asked.model or self._store.settings.model,
+            created=int(time.time()),
+            asked=asked,
+        )
+
+    async def _stream(
+        self,
+        entry: Entry,
+        turn: TurnTask,
+        prompt_tokens: int,
+        reply: Reply,
+        protocol: WireProtocol,
+        started: float,
+    ) -> AsyncGenerator[bytes, None]:
+        writer = protocol.writer(reply, prompt_tokens)
+        events = turn.pieces()
+        try:
+            for each in writer.start():
+                yield self._event(each, protocol)
+            async for piece in events:
+                if isinstance(piece, Completion):
+                    self._count(piece, protocol, started)
+                    written = writer.end(piece, self._logprobs(entry, piece, reply.asked))
+                else:
+                    written = writer.delta(piece)
+                for each in written:
+                    yield self._event(each, protocol)
+            if not protocol.named_events:
+                yield DONE
+        except (MilesError, Refused) as error:
+            # The status line is long gone; protocols have an event for this, and clients raise at it.
+            problem = error if isinstance(error, Refused) else refusal(error)
+            self._store.metrics.add("miles_requests_total", protocol=protocol.name, status=str(problem.status))
+            yield self._event(protocol.error(problem), protocol)
+        finally:
+            await events.aclose()
+
+    def _event(self, data: Event, protocol: WireProtocol) -> bytes:
+        return event(data, data.get("type", "error") if protocol.named_events else None)
+
+    def _logprobs(self, entry: Entry, completion: Completion, asked: Asked) -> list[Event] | None:
+        """The sampled tokens with their log-probs in OpenAI's shape; ids are not part of it."""
+        if not asked.logprobs:
+            return None
+        ids, logprobs = entry.session.sampled_of(completion.turn)
+        tokenizer = entry.session.family.tokenizer
+        texts = [tokenizer.decode([index]) for index in ids]
+        return [
+            {"token": text, "logprob": value, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, value in zip(texts, logprobs, strict=True)
+        ]
+
+    def _count(self, completion: Completion, protocol: WireProtocol, started: float) -> None:
+        add = self._store.metrics.add
+        add("miles_requests_total", protocol=protocol.name, status="200")
+        add("miles_request_seconds_total", time.monotonic() - started, protocol=protocol.name)
+        add("miles_turns_total", finish_reason=completion.finish_reason.value)
+        add("miles_prompt_tokens_total", completion.prompt_tokens)
+        add("miles_cached_tokens_total", completion.cached_tokens)
+        add("miles_sampled_tokens_total", completion.num_tokens)
+
+    def _client_gone(self) -> None:
+        self._store.metrics.add("miles_clients_gone_total")
+
+
+def as_refused(error: Any) -> Refused:
+    """What a client is told of `error`."""
+    return error if isinstance(error, Refused) else refusal(error)
