@@ -1,0 +1,140 @@
+"""Writes over the real transfer engine (TCP, loopback), and what becomes of them when the other side suffers."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from miles_core.errors import TransportError
+from miles_transports.p2p.wire import MAX_SEGMENTS, Peer, Segment, Wire
+
+pytest.importorskip("mooncake.engine", reason="the transfer engine of mooncake-transfer-engine-non-cuda is absent")
+
+SIZE = 1 << 20
+
+
+class Other:
+    """The process at the other end."""
+
+    def __init__(self, num_bytes: int = SIZE) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("peer.py")), str(num_bytes)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        endpoint, address, size = json.loads(self.process.stdout.readline())
+        self.peer = Peer(endpoint=endpoint, address=address, num_bytes=size)
+
+    def checksum(self) -> int:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write("sum\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+@pytest.fixture
+def other() -> Iterator[Other]:
+    started = Other()
+    yield started
+    started.process.kill()
+    started.process.wait()
+    for stream in (started.process.stdin, started.process.stdout):
+        assert stream is not None
+        stream.close()
+
+
+@pytest.fixture(scope="module")
+def wire() -> Iterator[Wire]:
+    opened = Wire("127.0.0.1", "tcp", "", timeout_s=2.0, retries=1)
+    yield opened
+    opened.close()
+
+
+def noise(num_bytes: int = SIZE) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+
+
+def test_bytes_arrive_as_they_were_in_more_segments_than_one_call_takes(wire: Wire, other: Other) -> None:
+    data = noise()
+    wire.register(data)
+    count = 2 * MAX_SEGMENTS + 3
+    step = SIZE // count
+    ends = [*range(0, step * count, step), SIZE]
+    segments = [Segment(start, end - start, start) for start, end in itertools.pairwise(ends)]
+    wire.write(data, other.peer, segments, what="bucket 0")
+    assert other.checksum() == zlib.crc32(data.numpy().data)
+
+
+def test_a_killed_target_fails_the_write_and_is_named(wire: Wire, other: Other) -> None:
+    data = noise()
+    wire.register(data)
+    wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="warm")
+    other.process.kill()
+    other.process.wait()
+    before, began = wire.retried, time.monotonic()
+    with pytest.raises(TransportError, match="bucket 7 to engine 2: the write failed") as caught:
+        wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="bucket 7 to engine 2")
+    assert "to try 2" in str(caught.value)
+    assert wire.retried == before + 1
+    assert time.monotonic() - began < 15
+
+
+def test_a_hung_target_fails_the_write_after_the_timeout(wire: Wire, other: Other) -> None:
+    data = noise(SIZE)
+    wire.register(data)
+    os.kill(other.process.pid, signal.SIGSTOP)
+    try:
+        began = time.monotonic()
+        with pytest.raises(TransportError, match="no answer to try 1"):
+            wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="bucket 0")
+        assert time.monotonic() - began < 5
+    finally:
+        os.kill(other.process.pid, signal.SIGCONT)
+
+
+def test_a_corrupt_address_fails_and_the_target_lives_on(wire: Wire, other: Other) -> None:
+    data = noise()
+    wire.register(data)
+    wrong = replace(other.peer, address=0x1234000)
+    with pytest.raises(TransportError, match="the write failed"):
+        wire.write(data, wrong, [Segment(0, 4096, 0)], what="bucket 0")
+    wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="bucket 0")
+    assert other.checksum() == zlib.crc32(data.numpy().data)
+
+
+def test_a_write_past_the_end_is_refused_before_anything_moves(wire: Wire, other: Other) -> None:
+    data = noise()
+    empty = other.checksum()
+    with pytest.raises(TransportError, match="leave the engine's registered memory"):
+        wire.write(data, other.peer, [Segment(0, 100, 0), Segment(0, 100, SIZE - 50)], what="bucket 0")
+    assert other.checksum() == empty
+
+
+def test_nobody_listening_is_an_error_at_once(wire: Wire) -> None:
+    data = noise(4096)
+    nobody = Peer(endpoint="127.0.0.1:1", address=0, num_bytes=4096)
+    with pytest.raises(TransportError, match="the write failed"):
+        wire.write(data, nobody, [Segment(0, 4096, 0)], what="bucket 0")
+
+
+def test_a_protocol_without_hardware_says_what_would_work() -> None:
+    if any(Path("/sys/class/infiniband").glob("*")):
+        pytest.skip("this machine has RDMA devices")
+    with pytest.raises(TransportError, match="protocol: tcp"):
+        Wire("127.0.0.1", "rdma", "", timeout_s=1.0, retries=0)
