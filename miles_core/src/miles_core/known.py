@@ -35,6 +35,7 @@ KNOWN: dict[tuple[str, str], Home] = {
     ("engine", "local"): _LOCAL,
     ("transport", "inprocess"): _TRANSPORTS,
     ("transport", "broadcast"): _TRANSPORTS,
+    ("transport", "p2p"): _TRANSPORTS,
     ("executor", "ray"): _RAY,
     ("tito_family", "chatml"): _CHATML,
     ("tito_family", "qwen3"): _QWEN,

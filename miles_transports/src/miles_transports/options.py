@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class InProcessOptions(BaseModel):
@@ -21,3 +21,26 @@ class BroadcastOptions(BaseModel):
     """Seconds one side waits for the other's next bucket, the trainer's export of it included."""
     wire: Literal["auto", "gloo", "nccl"] = "auto"
     """nccl needs a GPU of its own for each party; auto takes it where that holds, else gloo through host memory."""
+
+
+class P2pOptions(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    host: str = "127.0.0.1"
+    """Address of the driver's host as trainer and engines reach it; the meeting point binds a free port on it."""
+    protocol: Literal["tcp", "rdma"] = "tcp"
+    """rdma needs RDMA devices on every host; tcp works everywhere."""
+    device: str = ""
+    """RDMA device, such as mlx5_0; empty lets the transfer engine choose by topology."""
+    timeout_s: PositiveFloat = 300.0
+    """Seconds one side waits for the other's next bucket, the trainer's export of it included."""
+    write_timeout_s: PositiveFloat = 30.0
+    """Seconds after which a write that is not confirmed has failed, its retries included."""
+    write_retries: NonNegativeInt = 2
+    """Times a refused write is tried again before the update fails."""
+    segment_mib: PositiveInt = 16
+    """MiB of one segment of a batched write."""
+    engine_ranks: PositiveInt = 1
+    """Ranks of each engine, each with memory of its own."""
+    layout: Literal["hugging-face", "fused"] = "hugging-face"
+    """What travels: the checkpoint's tensors, or fused and sharded parameters of one engine rank."""

@@ -69,10 +69,15 @@ def layout_of(bucket: WeightBucket) -> Layout:
 def pack(bucket: WeightBucket, layout: Layout, device: torch.device) -> torch.Tensor:
     """uint8[num_bytes] on `device`: a copy of every tensor in row-major order."""
     block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=device)
+    fill(block, bucket, layout)
+    return block
+
+
+def fill(block: torch.Tensor, bucket: WeightBucket, layout: Layout) -> None:
+    """Copy every tensor to its place in uint8[>= num_bytes]."""
     for named, slot in zip(bucket.tensors, layout.slots, strict=True):
         values = named.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         block[slot.offset : slot.offset + values.numel()].copy_(values)
-    return block
 
 
 def unpack(block: torch.Tensor, layout: Layout) -> WeightBucket:

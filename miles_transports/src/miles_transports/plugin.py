@@ -1,6 +1,6 @@
 """What this distribution offers."""
 
-from miles_core.plugin import Capability, conflicts, hookimpl
+from miles_core.plugin import Capability, Rule, conflicts, hookimpl
 
 MILES_API = 1
 
@@ -29,5 +29,26 @@ def miles_transports() -> list[Capability]:
             load="miles_transports.broadcast:BroadcastTransport",
             options="miles_transports.options:BroadcastOptions",
             provides=frozenset({"same-process", "cross-process", "cross-host"}),
+        ),
+        Capability(
+            name="p2p",
+            summary="every trainer rank writes into the memory of its own engines; many hosts, RDMA",
+            load="miles_transports.p2p.transport:P2pTransport",
+            options="miles_transports.options:P2pOptions",
+            provides=frozenset({"same-process", "cross-process", "cross-host"}),
+            rules=(
+                conflicts(
+                    "placement.mode=colocated",
+                    id="p2p-separate",
+                    because="p2p re-shards in main memory and sends over the network; colocated sides share a device",
+                    instead="placement.mode: separate, or transport: broadcast",
+                ),
+                Rule(
+                    id="p2p-mooncake",
+                    because="p2p writes through Mooncake's transfer engine",
+                    instead="pip install miles-transports[p2p], or [p2p-cuda] on hosts with CUDA; never both",
+                    check="miles_transports.p2p.present:check",
+                ),
+            ),
         ),
     ]

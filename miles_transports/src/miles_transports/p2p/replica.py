@@ -7,7 +7,7 @@ so that what travels is exactly what that rank stores. A fused parameter is sent
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +28,12 @@ class Rules:
     rows: frozenset[str] = frozenset()
     """Modules whose columns (input features) are divided; a bias is whole on every rank."""
 
+    def axis(self, module: str, kind: str) -> int | None:
+        """Along which a tensor is divided, or None where every rank holds it whole."""
+        if module in self.columns:
+            return 0
+        return 1 if module in self.rows and kind == "weight" else None
+
 
 HUGGING_FACE = Rules()
 """One rank, every tensor as the checkpoint stores it."""
@@ -42,6 +48,16 @@ FUSED = Rules(
 _NAME = re.compile(r"^(?P<front>(?:.*\.)?)(?P<module>[^.]+)\.(?P<kind>weight|bias)$")
 
 
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter as a target rank stores it."""
+
+    name: str
+    tensor: torch.Tensor
+    rows: tuple[int, ...] = ()
+    """Of each part, where it is fused."""
+
+
 class Replica:
     """The parameters of one rank as they fill up. `load` may be called with tensors in any order."""
 
@@ -50,30 +66,29 @@ class Replica:
         self._whole = {part: name for name, parts in rules.fused.items() for part in parts}
         self._waiting: dict[str, dict[str, torch.Tensor]] = {}
 
-    def load(self, tensors: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+    def load(self, tensors: Iterable[NamedTensor]) -> Iterator[Parameter]:
         """Yield the target's parameters that became complete.
 
         Raises:
             TransportError: a dimension does not divide among the ranks, or a part comes twice.
         """
         for named in tensors:
-            found = _NAME.match(named.name)
-            module = found["module"] if found else ""
-            shard = self._shard(named, module, found["kind"] if found else "")
-            if found is None or module not in self._whole:
-                yield NamedTensor(name=named.name, tensor=shard)
+            front, module, kind = _split(named.name)
+            shard = self._shard(named, self._rules.axis(module, kind))
+            if module not in self._whole:
+                yield Parameter(named.name, shard)
                 continue
             fused = self._whole[module]
-            name = f"{found['front']}{fused}.{found['kind']}"
+            name = f"{front}{fused}.{kind}"
             parts = self._waiting.setdefault(name, {})
             if module in parts:
                 raise TransportError(f"a part of {name} came twice", found=named.name)
-            # Kept beyond this call, while the trainer's tensor may change.
-            parts[module] = shard.clone()
+            parts[module] = shard.clone()  # kept beyond this call, while the trainer's tensor may change
             order = self._rules.fused[fused]
             if len(parts) == len(order):
                 del self._waiting[name]
-                yield NamedTensor(name=name, tensor=torch.cat([parts[part] for part in order]))
+                whole = [parts[part] for part in order]
+                yield Parameter(name, torch.cat(whole), tuple(part.shape[0] for part in whole))
 
     def finish(self) -> None:
         """
@@ -88,14 +103,8 @@ class Replica:
                 found=name_some(f"{name} has only {', '.join(parts)}" for name, parts in waiting.items()),
             )
 
-    def _shard(self, named: NamedTensor, module: str, kind: str) -> torch.Tensor:
-        if self._size == 1:
-            return named.tensor
-        if module in self._rules.columns:
-            axis = 0
-        elif module in self._rules.rows and kind == "weight":
-            axis = 1
-        else:
+    def _shard(self, named: NamedTensor, axis: int | None) -> torch.Tensor:
+        if self._size == 1 or axis is None:
             return named.tensor
         length = named.tensor.shape[axis]
         if length % self._size:
@@ -109,39 +118,26 @@ class Replica:
         return named.tensor.narrow(axis, self._rank * step, step)
 
 
-class Assembly:
-    """The inverse on the engine's side, for engines that take Hugging Face tensors: shards of all ranks become whole."""
+def restore(rules: Rules, ranks: Sequence[Sequence[Parameter]]) -> Iterator[NamedTensor]:
+    """The inverse on the engine's side, for engines that take Hugging Face tensors.
 
-    def __init__(self, rules: Rules, size: int, shapes: Mapping[str, tuple[int, ...]] | None = None) -> None:
-        self._rules, self._size = rules, size
-
-    def restore(self, ranks: list[list[NamedTensor]], rows: Mapping[str, tuple[int, ...]]) -> list[NamedTensor]:
-        """Tensors of one bucket, in the order of rank 0.
-
-        Args:
-            ranks: What each rank was sent; the same names everywhere.
-            rows: Fused parameter -> rows of each part on one rank.
-        """
-        return [
-            tensor
-            for same in zip(*ranks, strict=True)
-            for tensor in self._parts(same[0].name, [each.tensor for each in same], rows)
-        ]
-
-    def _parts(
-        self, name: str, shards: list[torch.Tensor], rows: Mapping[str, tuple[int, ...]]
-    ) -> Iterator[NamedTensor]:
-        found = _NAME.match(name)
-        module, kind = (found["module"], found["kind"]) if found else ("", "")
-        if found and module in self._rules.fused:
-            split = [shard.split(list(rows[name])) for shard in shards]
-            for index, part in enumerate(self._rules.fused[module]):
-                yield NamedTensor(
-                    name=f"{found['front']}{part}.{kind}", tensor=torch.cat([each[index] for each in split])
-                )
-        elif self._size > 1 and module in self._rules.columns:
-            yield NamedTensor(name=name, tensor=torch.cat(shards))
-        elif self._size > 1 and module in self._rules.rows and kind == "weight":
-            yield NamedTensor(name=name, tensor=torch.cat(shards, dim=1))
+    Args:
+        ranks: What each rank was sent, rank by rank; the same parameters in the same order.
+    """
+    for same in zip(*ranks, strict=True):
+        first, shards = same[0], [each.tensor for each in same]
+        front, module, kind = _split(first.name)
+        if first.rows:
+            split = [shard.split(list(first.rows)) for shard in shards]
+            for index, part in enumerate(rules.fused[module]):
+                yield NamedTensor(name=f"{front}{part}.{kind}", tensor=torch.cat([each[index] for each in split]))
+        elif (axis := rules.axis(module, kind)) is not None and len(shards) > 1:
+            yield NamedTensor(name=first.name, tensor=torch.cat(shards, dim=axis))
         else:
-            yield NamedTensor(name=name, tensor=shards[0])
+            yield NamedTensor(name=first.name, tensor=shards[0])
+
+
+def _split(name: str) -> tuple[str, str, str]:
+    """``model.layers.0.self_attn.`` + ``q_proj`` + ``weight``; without a module where there is none."""
+    found = _NAME.match(name)
+    return (found["front"], found["module"], found["kind"]) if found else (name, "", "")

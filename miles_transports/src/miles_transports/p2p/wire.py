@@ -9,6 +9,7 @@ memory of an abandoned call is never used again.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import queue
 import threading
@@ -158,7 +159,9 @@ def _within(seconds: float, call: Callable[[], int], keep: object) -> int | None
         return None
 
 
+@functools.cache
 def _start(host: str, protocol: Protocol, device: str, timeout_s: float) -> Any:
+    """The process's transfer engine: one serves all ends, and takes a second to stop."""
     if protocol == "rdma" and not any(Path("/sys/class/infiniband").glob("*")):
         # Mooncake would fall back to TCP and say so only in its log.
         raise TransportError(
