@@ -16,6 +16,7 @@ COMMANDS = {
     "plan": LazyCommand("miles_core.cli.plan:command", "Forecast memory, weight updates and overlap."),
     "check": LazyCommand("miles_core.cli.check:command", "Test this machine step by step, and say which part fails."),
     "inspect": LazyCommand("miles_core.cli.inspect:command", "Show a trajectory of a run, token by token."),
+    "doctor": LazyCommand("miles_core.cli.doctor:command", "Say which contract of a run is broken, and what to try."),
     "report": LazyCommand("miles_core.cli.report:command", "Write a run's report as one self-contained page."),
     "convert": LazyCommand("miles_core.cli.convert:command", "Turn a checkpoint into a Hugging Face folder."),
 }

@@ -1,0 +1,70 @@
+"""From signs to a diagnosis: the most specific ones first, and one cause for one symptom."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from miles_core.doctor import signs
+from miles_core.doctor.evidence import Evidence, gather
+from miles_core.doctor.signs import Finding
+from miles_core.report.load import RunRecord
+from miles_core.tracking.live import CONTRACTS, figures_text
+
+OUTRIGHT = (
+    signs.broken_weights_proof,
+    signs.broken_tokens,
+    signs.broken_versions,
+    signs.no_replay_records,
+    signs.other_experts,
+)
+"""Each measures its contract directly; all that fire are reported."""
+FROM_LOGPROBS = (
+    signs.shifted,
+    signs.temperature,
+    signs.cache_outlived,
+    signs.weights_differ,
+    signs.since_the_first_step,
+)
+"""Explanations of one symptom, the narrowest first: only the first that fits is reported, and none when a direct
+measurement explains the symptom already."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Diagnosis:
+    findings: tuple[Finding, ...]
+    readings: tuple[tuple[str, str], ...]
+    """(contract, its figures on the last step)"""
+    blind: tuple[str, ...]
+    """What this run does not record, so that nothing can be said of it."""
+
+    @property
+    def healthy(self) -> bool:
+        return not self.findings
+
+
+def diagnose(record: RunRecord) -> Diagnosis:
+    """Read a run and say what is wrong with it."""
+    evidence = gather(record)
+    findings = [finding for sign in OUTRIGHT if (finding := sign(evidence)) is not None]
+    if not findings:
+        inferred = (sign(evidence) for sign in FROM_LOGPROBS)  # lazily: the last one may load a model
+        first = next((finding for finding in inferred if finding is not None), None)
+        findings = [] if first is None else [first]
+    last = record.at(record.steps)
+    readings = tuple((name, figures_text(name, last) or "not measured") for name in CONTRACTS)
+    return Diagnosis(findings=tuple(findings), readings=readings, blind=_blind(evidence))
+
+
+def _blind(evidence: Evidence) -> tuple[str, ...]:
+    found = []
+    if not evidence.record.metrics and not evidence.steps:
+        found.append("no step was recorded")
+    if evidence.setting("objective.old_logprobs") == "rollout":
+        found.append("log-probs: the run takes the engine's as old policy, so the two sides are never compared")
+    elif not evidence.steps and evidence.record.metrics:
+        found.append("log-probs by token: no rollouts were written; set tracking.rollouts_every_steps")
+    elif evidence.steps and evidence.steps[0].step != 1:
+        found.append("weight delivery: the first step's rollouts are gone, and with them what rounding alone does")
+    if evidence.setting("rollout.routes") == "off" and evidence.has_experts:
+        found.append("routes: not recorded; rollout.routes: record compares the experts of both sides")
+    return tuple(found)

@@ -1,0 +1,116 @@
+"""What a diagnosis looks at: a run's events and metrics, and, of some steps, its tokens with both sides' log-probs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from miles_core.config.model_folder import ModelFolderError, read_model_folder
+from miles_core.report.load import RunRecord
+from miles_core.tracking.rollouts import RolloutRow
+
+Float64 = npt.NDArray[np.float64]
+Int64 = npt.NDArray[np.int64]
+
+MAX_STEPS = 12
+"""Steps whose rollouts are read: the first ones, where the weights are still the checkpoint's, and the rest evenly."""
+FIRST_STEPS = 4
+
+
+@dataclass(frozen=True)
+class StepTokens:
+    """The trained tokens of one step whose log-probs both sides know. K tokens of R trajectories."""
+
+    step: int
+    rollout: Float64
+    """[K] engine's log-prob"""
+    trainer: Float64
+    """[K] trainer's, before the update"""
+    row: Int64
+    """[K] trajectory of the token, from 0"""
+    place: Int64
+    """[K] how many tokens of its trajectory were trained before it"""
+    lag: Int64
+    """[K] published versions since the one that sampled it; 0 is fresh"""
+    cached: Sequence[int | None]
+    """[R] prompt tokens whose key-values the engine reused over all turns; None where the trajectory does not say"""
+    rows: Sequence[RolloutRow]
+
+    @property
+    def difference(self) -> Float64:
+        """[K] trainer minus engine, nats."""
+        return self.trainer - self.rollout
+
+    @property
+    def fresh(self) -> StepTokens:
+        """The tokens that the trainer's own version sampled: age does not move those."""
+        at = self.lag == 0
+        arrays = {name: getattr(self, name)[at] for name in ("rollout", "trainer", "row", "place", "lag")}
+        return StepTokens(step=self.step, cached=self.cached, rows=self.rows, **arrays)
+
+    @property
+    def mean_abs(self) -> float:
+        return float(np.abs(self.difference).mean()) if self.rollout.size else float("nan")
+
+
+@dataclass(frozen=True)
+class Evidence:
+    record: RunRecord
+    events: Sequence[Mapping[str, Any]]
+    steps: Sequence[StepTokens]
+    """Ascending; those with at least one token."""
+
+    def of(self, kind: str) -> list[Mapping[str, Any]]:
+        """Events of a kind, in order."""
+        return [event for event in self.events if event["event"] == kind]
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the run's model, if its folder is still there, is a mixture of experts."""
+        path = self.setting("model.path")
+        try:
+            return isinstance(path, str) and read_model_folder(Path(path)).experts is not None
+        except ModelFolderError:
+            return False
+
+    def setting(self, path: str) -> Any:
+        """A value of run.yaml, or None."""
+        found: Any = self.record.config
+        for part in path.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        return found
+
+
+def gather(record: RunRecord) -> Evidence:
+    """Read what a diagnosis needs. Rollouts of at most `MAX_STEPS` steps are opened."""
+    there = record.rollout_steps
+    rest = there[FIRST_STEPS:]
+    spread: Any = np.unique(np.linspace(0, len(rest) - 1, MAX_STEPS - FIRST_STEPS).astype(int)) if rest else []
+    chosen = [*there[:FIRST_STEPS], *(rest[at] for at in spread)]
+    steps = [_tokens(record, step) for step in chosen]
+    return Evidence(record=record, events=list(record.events), steps=[step for step in steps if step.rollout.size])
+
+
+def _tokens(record: RunRecord, step: int) -> StepTokens:
+    rows = record.rollouts(step)
+    # A synchronous step consumes what the version before it sampled; metrics say it for every mode.
+    current = record.at(step).get("contract/versions/current", float(step - 1))
+    parts: dict[str, list[Any]] = {name: [] for name in ("rollout", "trainer", "row", "place", "lag")}
+    cached: list[int | None] = []
+    for index, row in enumerate(rows):
+        known = row.loss_mask & np.isfinite(row.old_logprobs) & np.isfinite(row.logprobs)
+        count = int(known.sum())
+        parts["rollout"].append(row.logprobs[known].astype(np.float64))
+        parts["trainer"].append(row.old_logprobs[known].astype(np.float64))
+        parts["row"].append(np.full(count, index, dtype=np.int64))
+        parts["place"].append(np.arange(count, dtype=np.int64))
+        parts["lag"].append(int(current) - row.versions[known])
+        reused = row.metadata.get("cached_tokens")
+        cached.append(int(reused) if isinstance(reused, int | float) else None)
+    arrays: dict[str, Any] = {name: np.concatenate(found) if found else np.zeros(0) for name, found in parts.items()}
+    return StepTokens(step=step, cached=cached, rows=rows, **arrays)

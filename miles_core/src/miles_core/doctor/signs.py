@@ -1,0 +1,387 @@
+"""Signs: each looks for the fingerprint of one kind of fault and returns a finding, or None. Pure.
+
+Most faults show as a difference between the two sides' log-probs. What tells them apart is *where*: since the first
+step, when both sides hold the checkpoint, or since the first update; everywhere, or where a line, a shift, a cache or
+a router explains it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from miles_core.contracts.logprobs import MAX_MEAN_ABS_DIFF
+from miles_core.contracts.routes import MAX_DIFFERENT_FRACTION
+from miles_core.doctor.evidence import Evidence, StepTokens
+from miles_core.doctor.rescore import Rescored, rescore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One broken contract."""
+
+    contract: str
+    """tokens | routes | logprobs | versions"""
+    cause: str
+    """Short name of the likely cause."""
+    since: int
+    """First step (for versions in publishing: weight version) that shows it."""
+    says: str
+    """One sentence."""
+    evidence: tuple[str, ...]
+    try_: tuple[str, ...]
+
+
+MIN_TOKENS = 16
+"""Fewer tokens carry no fingerprint."""
+FLOOR = 1e-3
+"""Nats of mean difference that rounding explains in any precision."""
+GROWTH = 10.0
+"""Times the first step's difference that rounding does not grow to, though logits sharpen."""
+SHIFT_GAIN = 0.2
+"""A shift explains the differences when it leaves at most this part of them."""
+LINE_GAIN = 0.4
+"""The same for a line through (engine, trainer) log-probs."""
+
+
+# --- said outright ----------------------------------------------------------------------------------------------------
+
+
+def broken_weights_proof(evidence: Evidence) -> Finding | None:
+    """An update was refused because the live weights, or what they sample, were not the trainer's."""
+    for event in evidence.of("error"):
+        message = str(event.get("message", ""))
+        found = re.search(r"engines do not (serve|sample with) version (\d+)", message)
+        if event.get("type") == "ContractError" and found:
+            what = "hold other weights" if found[1] == "serve" else "sample otherwise than their weights say"
+            return Finding(
+                contract="versions",
+                cause="weights not delivered" if found[1] == "serve" else "cache outlived its weights",
+                since=int(found[2]),
+                says=f"Engines that claim weight version {found[2]} {what}; the run was stopped there.",
+                evidence=(_line(message, "found"),),
+                try_=("look at how the engine loads the tensors named, and flushes its caches on `activate`",),
+            )
+    return None
+
+
+def broken_versions(evidence: Evidence) -> Finding | None:
+    """Tokens carry a version that was never published, or one that is too old."""
+    for event in evidence.of("contract_broken"):
+        if event.get("contract") == "versions":
+            offenders = tuple(map(str, event.get("offenders", ())))
+            never = any("never published" in offender for offender in offenders)
+            return Finding(
+                contract="versions",
+                cause="wrong version label" if never else "too old",
+                since=int(event["step"]),
+                says="Tokens name a weight version that "
+                + ("was never published." if never else "is older than the run allows."),
+                evidence=offenders[:3],
+                try_=(
+                    ("check the `weight_version` the engine puts on its chunks",)
+                    if never
+                    else ("check the labels; if they are right, lower the number of groups in flight",)
+                ),
+            )
+    return None
+
+
+def broken_tokens(evidence: Evidence) -> Finding | None:
+    """Rows broke the tokens contract, or changed between rollout and trainer."""
+    for event in evidence.of("contract_broken"):
+        if event.get("contract") == "tokens":
+            return Finding(
+                contract="tokens",
+                cause="rows changed",
+                since=int(event["step"]),
+                says="The rows that reached the trainer are not those that were sampled.",
+                evidence=tuple(map(str, event.get("offenders", ())))[:3],
+                try_=("report the session or engine that built the rows named",),
+            )
+    return None
+
+
+def other_experts(evidence: Evidence) -> Finding | None:
+    """The engine's experts are not those the trainer's router picks."""
+    record = evidence.record
+    series = record.series("contract/routes/own_different_fraction")
+    over = [(step, value) for step, value in series if value > MAX_DIFFERENT_FRACTION]
+    forced = [(step, value) for step, value in record.series("contract/routes/different_fraction") if value > 0]
+    replaying = evidence.setting("rollout.routes") == "replay"
+    if replaying and forced:
+        return Finding(
+            contract="routes",
+            cause="replay not obeyed",
+            since=forced[0][0],
+            says="Replay is on, and tokens were still sent to other experts than recorded.",
+            evidence=(f"step {forced[0][0]}: {forced[0][1]:.2%} of (token, layer) pairs",),
+            try_=("report the backend",),
+        )
+    if not over:
+        return None
+    return Finding(
+        contract="routes",
+        cause="router differs",
+        since=over[0][0],
+        says="Engine and trainer route tokens to different experts far more often than rounding explains.",
+        evidence=(
+            f"step {over[0][0]}: the trainer's router picks another set for {over[0][1]:.1%} of (token, layer) pairs; "
+            f"{MAX_DIFFERENT_FRACTION:.0%} is allowed",
+            f"largest on any step: {max(value for _, value in over):.1%}",
+        ),
+        try_=(
+            "compare the router's weights, bias and score function on both sides; are router tensors published?",
+            "rollout.routes: replay hides the effect on the loss, not the cause",
+        ),
+    )
+
+
+def no_replay_records(evidence: Evidence) -> Finding | None:
+    """Routes are on and the engine returned none."""
+    for event in evidence.of("contract_broken"):
+        offenders = tuple(map(str, event.get("offenders", ())))
+        if event.get("contract") == "routes" and not any("pairs use other experts" in each for each in offenders):
+            return Finding(
+                contract="routes",
+                cause="bad records",
+                since=int(event["step"]),
+                says="The recorded routes cannot be those of this model's tokens.",
+                evidence=offenders[:3],
+                try_=("compare the checkpoints both sides serve; look at the engine's route payload",),
+            )
+    return None
+
+
+# --- from the log-probs, on both sides of the first update -----------------------------------------------------------
+
+
+def shifted(evidence: Evidence) -> Finding | None:
+    """The engine's log-probs belong to the token before or after."""
+
+    def explained(step: StepTokens) -> str | None:
+        for shift in (1, -1):
+            left, apart, together = _shifted(step, shift)
+            if left >= MIN_TOKENS and apart > FLOOR and together <= SHIFT_GAIN * apart:
+                side = "following" if shift == 1 else "preceding"
+                return (
+                    f"step {step.step}: mean |difference| {apart:.3g} nats as recorded, {together:.3g} against the "
+                    f"trainer's log-prob of the {side} token"
+                )
+        return None
+
+    return _first(
+        evidence,
+        explained,
+        contract="logprobs",
+        cause="shifted log-probs",
+        says="The engine's log-probs are off by one position.",
+        try_=(
+            "count the entries: does the engine's list begin with the prompt's last token, or lack its first output?",
+        ),
+    )
+
+
+def temperature(evidence: Evidence) -> Finding | None:
+    """The engine's log-probs lie on a line against the trainer's, of another slope than 1."""
+
+    def explained(step: StepTokens) -> str | None:
+        if step.rollout.size < MIN_TOKENS or step.rollout.std() == 0:
+            return None
+        slope, offset = np.polyfit(step.rollout, step.trainer, 1)
+        left = float(np.abs(step.trainer - slope * step.rollout - offset).mean())
+        straight = float(np.corrcoef(step.rollout, step.trainer)[0, 1]) ** 2
+        # Noise on either side also lowers a slope; it lowers the correlation with it.
+        if step.mean_abs < MAX_MEAN_ABS_DIFF / 4 or left > LINE_GAIN * step.mean_abs or straight < 0.9:
+            return None
+        if abs(slope - 1) < 0.08:
+            return None
+        return (
+            f"step {step.step}: trainer = {slope:.2f} x engine {offset:+.2f} leaves {left:.3g} of {step.mean_abs:.3g} "
+            f"nats unexplained (correlation {straight:.3f})"
+        )
+
+    return _first(
+        evidence,
+        explained,
+        contract="logprobs",
+        cause="temperature",
+        says="The two sides scale logits by different temperatures.",
+        try_=(
+            "check that the engine returns log-probs of the temperature-scaled policy, before top-p and top-k",
+            f"the run samples at temperature {evidence.setting('rollout.sampling.temperature')}",
+        ),
+    )
+
+
+def cache_outlived(evidence: Evidence) -> Finding | None:
+    """After an update, even the first request of a step reused key-values, and the log-probs changed."""
+    base = _baseline(evidence)
+    if base is None or evidence.setting("schedule.mode") not in (None, "sync"):
+        return None  # without a pause between steps, somebody's cache is always warm
+    for step in evidence.steps[1:]:
+        fresh = step.fresh
+        known = [count for count in step.cached if count is not None]
+        if known and min(known) > 0 and _grown(fresh, base):
+            return Finding(
+                contract="versions",
+                cause="cache outlived its weights",
+                since=step.step,
+                says="Key-values of older weights were continued after an update.",
+                evidence=(
+                    f"step {step.step}: every one of {len(known)} trajectories reused prompt tokens, at least "
+                    f"{min(known)}, though the weights had just changed",
+                    f"mean |difference| {fresh.mean_abs:.3g} nats, {base:.3g} on the first step",
+                ),
+                try_=("flush the prefix cache on every `activate`; set weights.probes to have updates proved",),
+            )
+    return None
+
+
+def weights_differ(evidence: Evidence) -> Finding | None:
+    """The sides agreed while both held the checkpoint, and no longer do since an update."""
+    base = _baseline(evidence)
+    if base is None:
+        return None
+    for step in evidence.steps[1:]:
+        fresh = step.fresh
+        if not _grown(fresh, base):
+            continue
+        later = [
+            other.fresh.mean_abs for other in evidence.steps if other.step >= step.step and other.fresh.rollout.size
+        ]
+        growing = len(later) >= 3 and later[-1] > 2 * later[0]
+        return Finding(
+            contract="versions",
+            cause="weights not delivered",
+            since=step.step,
+            says="The engine does not sample with the weights that its tokens' version names"
+            + ("; the gap grows with every update." if growing else "."),
+            evidence=(
+                f"mean |difference| {base:.3g} nats on step {evidence.steps[0].step}, {fresh.mean_abs:.3g} on step "
+                f"{step.step}, after the first updates",
+                f"on fresh tokens alone, {fresh.rollout.size} of {step.rollout.size}",
+            ),
+            try_=(
+                "set weights.verify: always, which compares every tensor after each update",
+                "a constant gap points to an engine one version behind, a growing one to tensors never updated",
+            ),
+        )
+    return None
+
+
+# --- from the log-probs, since the first step -------------------------------------------------------------------------
+
+
+def since_the_first_step(evidence: Evidence) -> Finding | None:
+    """A large difference while both sides hold the checkpoint, which nothing above explains: ask the checkpoint."""
+    if not evidence.steps:
+        return None
+    step = evidence.steps[0].fresh
+    if step.rollout.size < MIN_TOKENS or step.mean_abs <= MAX_MEAN_ABS_DIFF:
+        return None
+    seen = f"step {step.step}: mean |difference| {step.mean_abs:.3g} nats; {MAX_MEAN_ABS_DIFF:g} is allowed"
+    third = rescore(evidence)
+    if third is not None and (form := third.read) is not None:
+        return Finding(
+            contract="tokens",
+            cause="other prompt",
+            since=step.step,
+            says="The engine read another prompt than the row that was trained.",
+            evidence=(
+                seen,
+                f"the checkpoint reproduces the engine's log-probs to {third.by_prompt[form]:.2g} nats when the prompt "
+                f"is {form}, and to {third.engine:.2g} as the row has it",
+            ),
+            try_=(
+                "send token ids to the engine, never text, and let nothing add or drop special tokens",
+                "compare the prompt ids that the engine reports with the row: miles inspect RUN --sample 0",
+            ),
+        )
+    return Finding(
+        contract="logprobs",
+        cause="numerics",
+        since=step.step,
+        says="The two sides give the same tokens other log-probs with the same weights.",
+        evidence=(seen, *_third_party(third)),
+        try_=(
+            *_ask_for_routes(evidence),
+            "compare dtypes and attention of both sides; do both load the same checkpoint?",
+            "bound what remains: corrections: [tis]",
+        ),
+    )
+
+
+def _third_party(third: Rescored | None) -> tuple[str, ...]:
+    if third is None:
+        return ()
+    wrong = "the engine" if third.engine > third.trainer else "the trainer"
+    return (
+        f"against the checkpoint itself the engine is {third.engine:.2g} nats off, the trainer {third.trainer:.2g}: "
+        f"look at {wrong}",
+    )
+
+
+def _ask_for_routes(evidence: Evidence) -> tuple[str, ...]:
+    unrecorded = evidence.setting("rollout.routes") == "off" and evidence.has_experts
+    return ("this model has experts: set rollout.routes: record, and see whether they agree",) if unrecorded else ()
+
+
+# --- parts ------------------------------------------------------------------------------------------------------------
+
+
+def _first(
+    evidence: Evidence,
+    explained: Callable[[StepTokens], str | None],
+    *,
+    contract: str,
+    cause: str,
+    says: str,
+    try_: tuple[str, ...],
+) -> Finding | None:
+    """A finding on the first step that `explained` explains, when it explains most of those that differ at all."""
+    texts = [(step.step, explained(step.fresh)) for step in evidence.steps]
+    found = [(step, text) for step, text in texts if text is not None]
+    differing = [step for step in evidence.steps if step.fresh.rollout.size and step.fresh.mean_abs > FLOOR]
+    if not found or 2 * len(found) < len(differing):
+        return None
+    lines = tuple(text for _, text in (found[0], found[-1])) if len(found) > 1 else (found[0][1],)
+    return Finding(
+        contract=contract, cause=cause, since=found[0][0], says=says, evidence=tuple(map(str, lines)), try_=try_
+    )
+
+
+def _shifted(step: StepTokens, shift: int) -> tuple[int, float, float]:
+    """(pairs, mean |difference| in place, mean |difference| of engine at i and trainer at i + shift) within rows."""
+    a, b = (slice(None, -1), slice(1, None)) if shift == 1 else (slice(1, None), slice(None, -1))
+    if step.rollout.size < 2:
+        return 0, 0.0, 0.0
+    same = (step.row[a] == step.row[b]) & (np.abs(step.place[a] - step.place[b]) == 1)
+    if not same.any():
+        return 0, 0.0, 0.0
+    apart = np.abs(step.rollout[a] - step.trainer[a])[same]
+    together = np.abs(step.rollout[a] - step.trainer[b])[same]
+    return int(same.sum()), float(apart.mean()), float(together.mean())
+
+
+def _baseline(evidence: Evidence) -> float | None:
+    """Mean |difference| of the first step, when it is one before any update and both sides agreed on it."""
+    if not evidence.steps or evidence.steps[0].step != 1:
+        return None
+    first = evidence.steps[0].fresh
+    if first.rollout.size < MIN_TOKENS or first.mean_abs > MAX_MEAN_ABS_DIFF:
+        return None
+    return first.mean_abs
+
+
+def _grown(step: StepTokens, base: float) -> bool:
+    return step.rollout.size >= MIN_TOKENS and step.mean_abs > max(FLOOR, GROWTH * base)
+
+
+def _line(message: str, part: str) -> str:
+    """The text after ``part:`` in an error's message, or its first line."""
+    found = re.search(rf"^\s*{part}:\s*(.+)$", message, re.MULTILINE)
+    return found[1] if found else message.splitlines()[0]
