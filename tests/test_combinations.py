@@ -24,6 +24,7 @@ Combination = Mapping[str, str]
 
 REQUIRED_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("environment", "reasoning-gym"): {"task": "basic_arithmetic"},
+    ("transport", "disk-delta"): {"publish_dir": "published", "local_dir": "copies"},
     ("reward", "http"): {"url": "http://127.0.0.1:1/score"},
 }
 WALKED = ("environment", "reward", "advantage", "correction", "transport", "executor")
@@ -67,7 +68,7 @@ def source(registry: Registry, number: int, combination: Combination) -> Source:
         "rewards": [pick("reward", combination["reward"])],
         "advantage": combination["advantage"],
         "corrections": [] if correction == "none" else [correction],
-        "transport": combination["transport"],
+        "transport": pick("transport", combination["transport"]),
         "executor": combination["executor"],
         "placement": {"mode": "separate", "trainer_ranks": int(combination["placement.trainer_ranks"])},
         "schedule": {"steps": 1, "group_size": int(combination["schedule.group_size"])},

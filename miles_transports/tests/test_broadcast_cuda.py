@@ -13,7 +13,7 @@ import torch
 
 from miles_core.errors import TransportError
 from miles_core.kinds.engine import EngineContext
-from miles_core.kinds.transport import Receiver, Sender
+from miles_core.kinds.transport import Receiver, Sender, SharedSender
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, Weights, buckets_of, example_weights
 from miles_core.types import NamedTensor, WeightBucket, WeightManifest
 from miles_core.weights import digests
@@ -26,6 +26,8 @@ pytestmark = pytest.mark.gpu
 class Source:
     """A trainer thread on one GPU that sends given tensors."""
 
+    model_path = ""
+
     def __init__(self, device: int) -> None:
         self.device = device
         self._thread = ThreadPoolExecutor(1, initializer=torch.cuda.set_device, initargs=(device,))
@@ -34,6 +36,9 @@ class Source:
 
     async def open_sender(self, make: Callable[[], Sender]) -> None:
         self._sender = await asyncio.get_running_loop().run_in_executor(self._thread, make)
+
+    async def open_senders(self, make: Callable[[int, int], SharedSender]) -> None:
+        raise NotImplementedError
 
     async def send_weights(self, version: int) -> WeightManifest:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._send, version)

@@ -12,26 +12,21 @@ collective that will never complete. The next publish gets a fresh process group
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from miles_core.errors import TransportError
-from miles_core.kinds.engine import Engine
-from miles_core.kinds.transport import Staged, WeightSource
+from miles_core.kinds.transport import WeightSource
 from miles_core.types import WeightBucket
 from miles_core.watch import waiting
-from miles_core.weights.staging import stage
 from miles_transports.group import BroadcastGroup, Wire
+from miles_transports.joined import ENGINE_PATIENCE, Ends, JoinedTransport
 from miles_transports.meeting import Address, Meeting
 from miles_transports.options import BroadcastOptions
 from miles_transports.packing import Layout, layout_of, pack, unpack
-
-ENGINE_PATIENCE = 2.0
-"""Engines wait longer than the sender: it alone knows who is missing, so it must be the first to give up."""
 
 
 class _Party:
@@ -125,60 +120,31 @@ class BroadcastReceiver:
         self._party.close()
 
 
-class BroadcastTransport:
+class BroadcastTransport(JoinedTransport):
     """See the module; `kinds.transport.Transport`."""
 
+    name = "broadcast"
+
     def __init__(self, options: BroadcastOptions) -> None:
+        super().__init__(options.host, options.timeout_s)
         self._options = options
-        self._meeting: Meeting | None = None
-        self._source: WeightSource | None = None
-        self._engines: Sequence[Engine] = ()
-        self._attempt = 0
         self._generation = 0
 
-    async def open(self, source: WeightSource, engines: Sequence[Engine]) -> None:
-        meeting, address = Meeting.host(self._options.host, self._options.timeout_s, len(engines))
-        meeting.tell("attempt", 0)
-        meeting.tell("generation", 0)
-        meeting.end(0, "no publish has begun")
-        opening: list[Any] = [source.open_sender(functools.partial(BroadcastSender, address))]
-        for index, engine in enumerate(engines):
-            opening.append(engine.open_receiver(functools.partial(BroadcastReceiver, address, index)))
-        with waiting("broadcast transport", on="trainer and engines to join"):
-            outcomes = await asyncio.gather(*opening, return_exceptions=True)
-        names = ["trainer", *(f"engine {index}" for index in range(len(engines)))]
-        for name, outcome in zip(names, outcomes, strict=True):
-            if isinstance(outcome, BaseException):
-                raise TransportError(
-                    f"{name} did not join the broadcast", found=f"{type(outcome).__name__}: {outcome}", where=name
-                ) from outcome
-        devices = {name: cast("str | None", meeting.told(f"device/{name}")) for name in names}
+    def ends(self, address: Address, source: WeightSource) -> Ends:
+        self._generation = 0
+        return Ends(
+            sender=functools.partial(BroadcastSender, address),
+            receiver=lambda index: functools.partial(BroadcastReceiver, address, index),
+        )
+
+    def joined(self, meeting: Meeting, parties: Sequence[str]) -> None:
+        devices = {name: cast("str | None", meeting.told(f"device/{name}")) for name in parties}
         meeting.tell("wire", choose_wire(self._options.wire, devices))
-        self._meeting, self._source, self._engines = meeting, source, tuple(engines)
 
-    async def publish(self, version: int) -> Staged:
-        meeting, source = self._meeting, self._source
-        if meeting is None or source is None:
-            raise TransportError("the transport is not open", do="await open(source, engines) first")
-        self._attempt += 1
-        attempt = self._attempt
-        meeting.tell("attempt", attempt)
-        try:
-            staged = await stage(source, self._engines, version, abandon=lambda reason: meeting.end(attempt, reason))
-        except BaseException:
-            # A collective may have been left half-way on some side; the next publish starts with a fresh group.
-            self._generation += 1
-            meeting.tell("generation", self._generation)
-            raise
-        finally:
-            meeting.end(attempt, "no publish is in progress")
-            meeting.forget([f"{attempt - 1}/over"])
-        return staged
-
-    async def close(self) -> None:
-        if self._meeting is not None:
-            self._meeting.end(self._attempt, "the transport is closed")
-        self._meeting = self._source = None
+    def failed(self, meeting: Meeting) -> None:
+        # A collective may have been left half-way on some side; the next publish starts with a fresh group.
+        self._generation += 1
+        meeting.tell("generation", self._generation)
 
 
 def choose_wire(wanted: str, devices: dict[str, str | None]) -> Wire:

@@ -12,6 +12,30 @@ class InProcessOptions(BaseModel):
     """Buckets copied for an engine and not yet taken by it; bounds the extra memory of a publish."""
 
 
+class DiskDeltaOptions(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    publish_dir: str
+    """Folder every host sees, or a URL that fsspec opens (s3://bucket/path); each run makes a folder of its own in
+    it."""
+    local_dir: str
+    """Folder on a fast disk of each host for two copies of the model; engines of one host share it."""
+    encoding: Literal["xor", "overwrite"] = "xor"
+    """xor is smaller when much changes; overwrite lists changed elements and can be applied twice."""
+    checksum: Literal["xxh3-128", "blake3", "adler32"] = "xxh3-128"
+    """Of each resulting tensor; blake3 where the storage is not trusted."""
+    snapshot_every: NonNegativeInt = 20
+    """Every so many versions a full snapshot is published beside the delta, for late joiners; 0 is never."""
+    keep: PositiveInt = 4
+    """Newest versions that stay published; older ones go once a full snapshot makes them superfluous."""
+    visible_s: PositiveFloat = 120.0
+    """Seconds until what one host wrote is visible to another; network file systems cache."""
+    host: str = "127.0.0.1"
+    """Address of the driver's host as trainer and engines reach it; the meeting point binds a free port on it."""
+    timeout_s: PositiveFloat = 1800.0
+    """Seconds engines wait for the publication, the trainer's export included."""
+
+
 class BroadcastOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

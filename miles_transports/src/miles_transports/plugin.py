@@ -24,6 +24,21 @@ def miles_transports() -> list[Capability]:
             ),
         ),
         Capability(
+            name="disk-delta",
+            summary="publishes changed bytes to shared storage; hosts patch their copies",
+            load="miles_transports.delta.transport:DiskDeltaTransport",
+            options="miles_transports.options:DiskDeltaOptions",
+            provides=frozenset({"same-process", "cross-process", "cross-host"}),
+            rules=(
+                conflicts(
+                    "backend.export_dtype in (float32, bfloat16, float16)",
+                    id="disk-delta-checkpoint-dtype",
+                    because="disk-delta compares with the checkpoint's bytes, so the export must have its dtypes",
+                    instead="backend.export_dtype: checkpoint, or transport: broadcast",
+                ),
+            ),
+        ),
+        Capability(
             name="broadcast",
             summary="one sender to all engines through a NCCL or gloo group of its own",
             load="miles_transports.broadcast:BroadcastTransport",

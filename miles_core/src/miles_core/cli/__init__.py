@@ -18,6 +18,7 @@ COMMANDS = {
     "inspect": LazyCommand("miles_core.cli.inspect:command", "Show a trajectory of a run, token by token."),
     "doctor": LazyCommand("miles_core.cli.doctor:command", "Say which contract of a run is broken, and what to try."),
     "report": LazyCommand("miles_core.cli.report:command", "Write a run's report as one self-contained page."),
+    "delta": LazyCommand("miles_transports.delta.cli:group", "Look at, verify and apply published weight versions."),
     "convert": LazyCommand("miles_core.cli.convert:command", "Turn a checkpoint into a Hugging Face folder."),
 }
 

@@ -43,7 +43,7 @@ class LazyGroup(click.Group):
         try:
             found = getattr(importlib.import_module(module), attribute)
         except ModuleNotFoundError as error:
-            if error.name != module:
+            if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
             raise PluginError(f"`{ctx.command_path} {cmd_name}` is not part of this release") from None
         assert isinstance(found, click.Command)

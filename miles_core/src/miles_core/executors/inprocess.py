@@ -32,8 +32,11 @@ class InProcessTrainer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="trainer-0")
         self._host: RankHost | None = None
         self._closed = False
+        self.model_path = ""
 
     async def start(self, spec: TrainerSpec) -> None:
+        self.model_path = spec.model_path
+
         def make() -> RankHost:
             _demand(spec.device)
             return RankHost(spec, rank=0, device=device_of(spec.device))

@@ -88,6 +88,11 @@ class FolderReceiver(Receiver, Protocol):
 class WeightSource(Protocol):
     """The trainer as a transport sees it."""
 
+    @property
+    def model_path(self) -> str:
+        """The checkpoint that trainer and engines started from, as every host sees it."""
+        ...
+
     async def open_sender(self, make: Callable[[], Sender]) -> None:
         """Build the sending end in trainer rank 0 and keep it for the trainer's life."""
         ...

@@ -51,6 +51,18 @@ def example_weights(version: int) -> Weights:
     }
 
 
+def write_example_checkpoint(folder: Path, version: int = -1) -> Path:
+    """A checkpoint with the names, dtypes and shapes of `example_weights`, in two files."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: tensor.clone().contiguous() for name, tensor in example_weights(version).items()}
+    names = list(tensors)
+    for number, part in enumerate((names[:4], names[4:]), start=1):
+        save_file({name: tensors[name] for name in part}, folder / f"model-{number:05d}-of-00002.safetensors")
+    return folder
+
+
 def buckets_of(weights: Mapping[str, torch.Tensor], version: int, tensors_per_bucket: int) -> Iterator[WeightBucket]:
     """The weights as a backend exports them, in the mapping's order."""
     named = [NamedTensor(name=name, tensor=tensor) for name, tensor in weights.items()]

@@ -61,6 +61,9 @@ class TransportConformance:
 
     deadline_s = 30.0
     """A publish that neither ends nor raises within it hangs."""
+    model_path = ""
+    """Checkpoint that trainer and engines started from, where the transport needs one; `write_example_checkpoint`
+    makes it."""
 
     def make(self) -> Transport:
         raise NotImplementedError
@@ -71,7 +74,7 @@ class TransportConformance:
     ) -> AsyncIterator[Connected]:
         options = options or RecordingOptions()
         executor = InProcessExecutor(None)
-        trainer = await executor.start_trainer(trainer_spec(options=options))
+        trainer = await executor.start_trainer(trainer_spec(options=options, model_path=self.model_path))
         started: list[StreamEngine] = []
         for index in range(engines):
             kind = DeadEngine if index in dead else StreamEngine

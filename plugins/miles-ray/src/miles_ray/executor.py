@@ -46,7 +46,7 @@ class RayExecutor:
         self._join_cluster()
         bundle = self._bundle(self._options.cpus_per_rank, self._options.gpus_per_rank, spec.device)
         actors = await self._place(RankActor, [bundle] * spec.world_size, "trainer ranks")
-        self._trainer = trainer = RayTrainer(actors)
+        self._trainer = trainer = RayTrainer(actors, spec.model_path)
         try:
             await self._start_ranks(spec, actors)
         except BaseException:

@@ -26,7 +26,8 @@ CLOSE_S = 20.0
 class RayTrainer:
     """Calls every rank at once. A rank's failure is raised at once, since the others may wait for it for ever."""
 
-    def __init__(self, actors: Sequence[Any]) -> None:
+    def __init__(self, actors: Sequence[Any], model_path: str) -> None:
+        self.model_path = model_path
         self._actors = list(actors)
         self._broken: str | None = None
 

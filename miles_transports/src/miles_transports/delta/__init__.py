@@ -1,0 +1,1 @@
+"""Disk-delta: publish the bytes of a checkpoint that changed, and patch local copies with them."""

@@ -1,0 +1,273 @@
+"""A host's copy of the model: version after version built beside the last one, from what is published.
+
+    <local>/<lineage>/v000012-3f…/   a complete Hugging Face folder, named by version and digest of its index; its
+                                     presence means that every checksum matched
+    <local>/<lineage>/.partial-*     one being built; whoever takes the lock next removes it
+    <local>/<lineage>/LOCK           one process of the host builds, the others wait and then find the folder
+
+A version is built from the nearest one that is complete here, through every version published since (catch-up), or
+from a full snapshot when that chain is broken. Files that no tensor changed in are shared by hard link. Nothing is
+patched in place: a crash at any point leaves complete folders and rubbish, never something in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from miles_core.errors import TransportError
+from miles_core.watch import waiting
+from miles_core.weights.digests import name_some
+from miles_transports.delta import codec, index, tensorfile
+from miles_transports.delta.codec import Bytes
+from miles_transports.delta.files import Files
+from miles_transports.delta.index import BASE, CHECKPOINT, Key, VersionIndex
+from miles_transports.delta.store import POLL_S, Store, eventually, version_names
+
+KEPT = 2
+"""Complete versions kept on a host: the one served, and the one before, which may still be mapped."""
+
+DIGITS = 12
+"""Of an index's digest in a folder's name."""
+
+Check = Callable[[], None]
+
+
+class Checkout:
+    """See the module.
+
+    Args:
+        base: The checkpoint everyone starts from; never written to.
+        local: Folder for copies; a fast disk of this host. Shared by the engines of the host.
+        timeout_s: Seconds to wait for what is published to become visible, and for another process's build.
+    """
+
+    def __init__(
+        self, base: Path, local: Path, store: Store, lineage: str, *, timeout_s: float, files: Files | None = None
+    ) -> None:
+        self._base, self._root = base, local / lineage
+        self._store, self._lineage, self._timeout_s = store, lineage, timeout_s
+        self._files = files or Files()
+
+    def folder(self, key: Key) -> Path:
+        return self._base if key == CHECKPOINT else self._root / f"v{key[0]:06d}-{key[1][:DIGITS]}"
+
+    def complete(self) -> list[str]:
+        """Names of the copies that are complete here, oldest version first; the checkpoint is not among them."""
+        return sorted(p.name for p in self._root.glob("v*-*")) if self._root.is_dir() else []
+
+    def materialise(self, key: Key, check: Check = lambda: None) -> Path:
+        """The complete folder of a published version, built when it is not here yet.
+
+        Args:
+            key: Version and digest of its index; `CHECKPOINT` for what everyone starts from.
+            check: Called while waiting and between files; raises when the version is not wanted any more.
+
+        Raises:
+            TransportError: naming the tensors whose bytes did not come out right, or the version that is missing.
+        """
+        if self._is_here(key):
+            return self.folder(key)
+        self._files.make_dir(self._root)
+        with self._locked(check):
+            if not self._is_here(key):
+                self._clean()
+                self._build(key, check)
+                self._forget(self.folder(key).name)
+        return self.folder(key)
+
+    def _is_here(self, key: Key) -> bool:
+        return key == CHECKPOINT or self.folder(key).is_dir()
+
+    @contextlib.contextmanager
+    def _locked(self, check: Check) -> Iterator[None]:
+        deadline = time.monotonic() + self._timeout_s
+        handle = os.open(self._root / "LOCK", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            with waiting("disk-delta", on=f"another process to build in {self._root}"):
+                while True:
+                    try:
+                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        check()
+                        if time.monotonic() > deadline:
+                            raise TransportError(
+                                f"another process built for more than {self._timeout_s:g} s", where=str(self._root)
+                            ) from None
+                        time.sleep(POLL_S)
+            yield
+        finally:
+            os.close(handle)  # and with it the lock, also when this process dies
+
+    def _clean(self) -> None:
+        for path in self._root.glob(".partial-*"):
+            self._files.remove(path)
+
+    def _forget(self, name: str) -> None:
+        for old in [each for each in self.complete() if each <= name][:-KEPT]:
+            self._discard(self._root / old)
+
+    def _discard(self, folder: Path) -> None:
+        """Remove a copy: first its name, since a folder that is half removed must not look complete."""
+        doomed = folder.with_name(f".partial-old-{folder.name}-{os.getpid()}")
+        self._files.remove(doomed)
+        self._files.rename(folder, doomed)
+        self._files.remove(doomed)
+
+    def _build(self, key: Key, check: Check) -> None:
+        failures: list[str] = []
+        for start, chain in self._ways(key, check):
+            try:
+                self._apply(start, chain, self.folder(key), check)
+                return
+            except ChecksumMismatch as error:
+                # A local copy or a delta is damaged; the next way may not need it.
+                failures.append(error.message)
+                if start != CHECKPOINT:
+                    self._discard(self.folder(start))
+        raise TransportError(
+            f"version {key[0]} cannot be built here",
+            expected="a chain of published versions from the checkpoint, a local copy, or a full snapshot",
+            found="; ".join(failures) or "versions on the way were removed",
+            where=str(self._root),
+            do="look at the publication with `miles delta verify`; the version served before stays",
+        )
+
+    def _ways(self, key: Key, check: Check) -> Iterator[tuple[Key, Sequence[VersionIndex]]]:
+        """Ways to build a version: a start that is complete here and the indexes to apply in turn, cheapest first."""
+        chain = [eventually(lambda: self._last(key), f"version {key[0]}", self._timeout_s, check)]
+        while True:
+            first = chain[0]
+            if self._is_here(first.base):
+                yield first.base, tuple(chain)
+            if (full := self._read(first.version, full=True)) is not None:
+                yield CHECKPOINT, (full, *chain[1:])
+            base = self._read(first.base_version)
+            if base is None:
+                return
+            self._linked(base, first)
+            chain.insert(0, base)
+
+    def _last(self, key: Key) -> VersionIndex:
+        found = index.read_index(self._store, self._lineage, key[0])
+        if found.digest != key[1]:  # replaced after a failed attempt, and not visible here yet
+            raise FileNotFoundError(found.folder)
+        return found
+
+    def _read(self, version: int, *, full: bool = False) -> VersionIndex | None:
+        try:
+            return index.read_index(self._store, self._lineage, version, full=full) if version != BASE else None
+        except FileNotFoundError:
+            return None
+
+    @staticmethod
+    def _linked(base: VersionIndex, following: VersionIndex) -> None:
+        if base.digest != following.base_digest:
+            raise TransportError(
+                "published versions do not form one chain",
+                expected=f"version {following.version} built on index {following.base_digest}",
+                found=f"version {base.version} with index {base.digest}",
+                do="two runs may publish into one lineage; give each its own folder",
+            )
+
+    # --- building -----------------------------------------------------------------------------------------------------
+
+    def _apply(self, start: Key, chain: Sequence[VersionIndex], target: Path, check: Check) -> None:
+        """Build the last version of `chain` out of the complete folder `start`."""
+        version = chain[-1].version
+        source = tensorfile.Folder(self.folder(start))
+        changes = Changes(self._store, chain, self._timeout_s, check)
+        unknown = sorted(changes.names - source.where.keys())
+        if unknown:
+            raise TransportError(
+                f"version {version} changes tensors that the checkpoint does not have", found=name_some(unknown)
+            )
+        partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
+        self._files.remove(partial)  # of another way that was tried before
+        self._files.make_dir(partial)
+        for path in sorted(source.path.iterdir()):
+            check()
+            touched = path in source.headers and any(n in changes.names for n in source.headers[path].entries)
+            if touched:
+                self._files.write(partial / path.name, _patched(source, path, changes))
+            elif path.is_file():
+                self._files.link(path, partial / path.name)
+        self._files.sync_dir(partial)
+        self._files.rename(partial, target)
+        self._files.sync_dir(self._root)
+
+
+class ChecksumMismatch(TransportError):
+    """Applying a delta did not give the tensor that was published."""
+
+
+class Changes:
+    """The changes of a chain of versions, by tensor."""
+
+    def __init__(self, store: Store, chain: Sequence[VersionIndex], timeout_s: float, check: Check) -> None:
+        self._store, self._chain, self._timeout_s, self._check = store, chain, timeout_s, check
+        self._headers: dict[str, tensorfile.Header] = {}
+        self.names = {name for each in chain for name in each.weight_map}
+
+    def apply(self, name: str, data: Bytes, element_bytes: int) -> Bytes:
+        """Take one tensor through all versions; each result is checked before the next is applied."""
+        for each in self._chain:
+            shard = each.weight_map.get(name)
+            if shard is None:
+                continue
+            path = f"{each.folder}/{shard}"
+            header = self._header(path)
+            entry = header.entries.get(name)
+            if entry is None:
+                raise ChecksumMismatch(f"{path} lacks tensor {name}")
+            payload = eventually(
+                lambda path=path, entry=entry: self._store.read(path, entry.start, entry.num_bytes),  # type: ignore[misc]
+                path,
+                self._timeout_s,
+                self._check,
+            )
+            try:
+                data = codec.apply(data, payload, each.encoding, element_bytes)
+            except TransportError as error:
+                raise ChecksumMismatch(f"tensor {name} of version {each.version}: {error.found}") from error
+            found, expected = codec.checksum(data, each.checksum), header.metadata.get(name)
+            if found != expected:
+                raise ChecksumMismatch(
+                    f"tensor {name} of version {each.version} has checksum {found}, published was {expected}"
+                )
+        return data
+
+    def _header(self, path: str) -> tensorfile.Header:
+        if path not in self._headers:
+            self._headers[path] = eventually(
+                lambda: tensorfile.read_header(lambda start, length: self._store.read(path, start, length), path),
+                path,
+                self._timeout_s,
+                self._check,
+            )
+        return self._headers[path]
+
+
+def _patched(source: tensorfile.Folder, path: Path, changes: Changes) -> Iterator[bytes | memoryview]:
+    header = source.headers[path]
+    ordered = sorted(header.entries.items(), key=lambda item: item[1].start)
+    return tensorfile.file_chunks(
+        {name: (entry.dtype, entry.shape, entry.num_bytes) for name, entry in ordered},
+        (changes.apply(name, source.data(name), entry.element_bytes).data for name, entry in ordered),
+        header.metadata,
+    )
+
+
+def published(store: Store, lineage: str) -> list[VersionIndex]:
+    """Every complete version of a lineage, ascending; full snapshots after the delta of their version."""
+    found = []
+    for version in version_names(store.list(lineage)):
+        for full in (False, True):
+            with contextlib.suppress(FileNotFoundError):
+                found.append(index.read_index(store, lineage, version, full=full))
+    return found

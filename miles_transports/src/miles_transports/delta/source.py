@@ -1,0 +1,205 @@
+"""One trainer rank's side of disk-delta: compares the tensors it owns with the last published version, and writes.
+
+A rank sees every bucket go by and keeps bytes of its own share only, so no host ever holds a second full model. Until a
+tensor first changes, its old bytes are the checkpoint's file itself, mapped.
+
+The comparison moves the rank's memory forward before the version is known to be published. The payloads are kept until
+the next version begins: if that one builds on this one they are dropped, if not they are taken back.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from miles_core.errors import TransportError
+from miles_core.types import NamedTensor, WeightBucket
+from miles_core.weights.digests import name_some
+from miles_core.weights.stopwatch import Stopwatch
+from miles_transports.delta import index, tensorfile
+from miles_transports.delta.codec import Bytes, Checksum, Delta, Encoding, apply, checksum, encode
+from miles_transports.delta.store import Store
+
+WORKERS = 32
+"""Threads that compare and compress, at most; numpy and zstd let go of the interpreter while they do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A changed tensor of the version in progress."""
+
+    delta: Delta
+    checksum: str
+    old: Bytes | None
+    """The bytes before, where the payload cannot bring them back: xor applied to the new ones does."""
+
+
+class DeltaSource:
+    """See the module. One per rank; its calls come from one thread."""
+
+    def __init__(
+        self, base: Path, store: Store, lineage: str, *, rank: int, world_size: int, encoding: Encoding, kind: Checksum
+    ) -> None:
+        self._base = tensorfile.Folder(base)
+        self._store, self._lineage = store, lineage
+        self._rank, self._world_size = rank, world_size
+        self._encoding, self._checksum = encoding, kind
+        self._bytes: dict[str, Bytes] = {}
+        self._published = index.BASE
+        self._pending: int | None = None
+        self._changes: dict[str, Change] = {}
+        self._jobs: dict[str, Future[Change | None]] = {}
+        self._owned: list[str] = []
+        self._seen: set[str] = set()
+        self._pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="miles-delta")
+
+    def begin(self, version: int, base_version: int) -> None:
+        """Start comparing with `base_version`: the last one this rank wrote, or the one before when that was given up.
+
+        Raises:
+            TransportError: this rank knows neither.
+        """
+        self._settle(failing=False)  # what failed in an attempt that was given up has been told there
+        if self._pending is not None and self._pending == base_version:
+            self._published = self._pending
+        elif self._pending is not None:
+            for name, change in self._changes.items():
+                self._bytes[name] = self._before(name, change)
+        if self._published != base_version:
+            raise TransportError(
+                "this rank does not know the version that the next one builds on",
+                expected=f"version {base_version}",
+                found=f"version {self._published}",
+                where=f"trainer rank {self._rank}",
+                do="restart the run with --resume",
+            )
+        self._pending, self._changes, self._owned, self._seen = version, {}, [], set()
+
+    def add(self, bucket: WeightBucket) -> None:
+        """Look at a bucket; compare what this rank owns of it.
+
+        Raises:
+            TransportError: a tensor is not the checkpoint's: its name, dtype, shape or size.
+        """
+        for named in bucket.tensors:
+            self._check(named)
+            self._seen.add(named.name)
+        if bucket.index % self._world_size == self._rank:
+            for named in bucket.tensors:
+                new = raw_bytes(named.tensor)  # a copy: the caller's tensors may change once this returns
+                self._owned.append(named.name)
+                self._jobs[named.name] = self._pool.submit(self._compare, named.name, new)
+
+    def _before(self, name: str, change: Change) -> Bytes:
+        if change.old is not None:
+            return change.old
+        return apply(self._bytes[name], change.delta.payload, "xor", self._base.entry(name).element_bytes)
+
+    def _check(self, named: NamedTensor) -> None:
+        found = f"{str(named.tensor.dtype).removeprefix('torch.')} {tuple(named.tensor.shape)}"
+        if named.name not in self._base.where:
+            raise self._mismatch(f"tensor {named.name} is not in the checkpoint", "its names", named.name)
+        entry = self._base.entry(named.name)
+        expected = f"{tensorfile.DTYPES[entry.dtype]} {entry.shape}"
+        if found != expected:
+            raise self._mismatch(f"tensor {named.name} is not the checkpoint's", expected, found)
+
+    def _mismatch(self, message: str, expected: str, found: str) -> TransportError:
+        return TransportError(
+            message,
+            expected=expected,
+            found=found,
+            where=str(self._base.path),
+            do="train in the checkpoint's dtypes (backend.export_dtype: checkpoint), or pick another transport",
+        )
+
+    def _compare(self, name: str, new: Bytes) -> Change | None:
+        old = self._bytes.get(name)
+        old = self._base.data(name) if old is None else old
+        delta = encode(old, new, self._encoding, self._base.entry(name).element_bytes)
+        if delta is None:
+            return None
+        self._bytes[name] = new
+        return Change(delta, checksum(new, self._checksum), None if self._encoding == "xor" else old)
+
+    def _settle(self, *, failing: bool = True) -> None:
+        """Wait for comparisons in progress; then raise the first failure, unless told not to."""
+        jobs, self._jobs = self._jobs, {}
+        outcomes = {name: job.exception() for name, job in jobs.items()}
+        for name, job in jobs.items():
+            if outcomes[name] is None and (change := job.result()) is not None:
+                self._changes[name] = change
+        for error in outcomes.values():
+            if error is not None and failing:
+                raise error
+
+    def finish(self, *, full: bool) -> dict[str, float]:
+        """Write this rank's shard and listing, and those of a full snapshot when asked; figures of the cost.
+
+        Raises:
+            TransportError: tensors of the checkpoint were not exported.
+        """
+        version, clock = self._pending, Stopwatch()
+        assert version is not None
+        with clock.running("encode_s"):
+            self._settle()
+        missing = sorted(self._base.where.keys() - self._seen)
+        if missing:
+            raise self._mismatch(
+                "tensors of the checkpoint were not exported", f"{len(self._base.where)} tensors", name_some(missing)
+            )
+        changes = {name: (change.delta.payload, change.checksum) for name, change in self._changes.items()}
+        with clock.running("write_s"):
+            wire = self._write(index.folder_of(self._lineage, version), changes)
+            if full:
+                wire += self._write(index.folder_of(self._lineage, version, full=True), dict(self._snapshot()))
+        return {
+            **clock.seconds,
+            "wire_bytes": float(wire),
+            "changed_bytes": float(sum(change.delta.changed_bytes for change in self._changes.values())),
+        }
+
+    def _snapshot(self) -> Iterator[tuple[str, tuple[bytes, str]]]:
+        for name in self._owned:
+            data = self._bytes.get(name)
+            data = self._base.data(name) if data is None else data
+            delta = encode(data, data, "full", self._base.entry(name).element_bytes)
+            assert delta is not None
+            yield name, (delta.payload, checksum(data, self._checksum))
+
+    def _write(self, folder: str, payloads: dict[str, tuple[bytes, str]]) -> int:
+        shard = f"model-{self._rank + 1:05d}-of-{self._world_size:05d}.safetensors" if payloads else None
+        num_bytes = 0
+        if shard is not None:
+            chunks = tensorfile.file_chunks(
+                {name: ("U8", (len(payload),), len(payload)) for name, (payload, _) in payloads.items()},
+                (payload for payload, _ in payloads.values()),
+                {name: digest for name, (_, digest) in payloads.items()},
+            )
+            num_bytes = self._store.write(f"{folder}/{shard}", chunks)
+        listing = index.RankListing(
+            rank=self._rank,
+            world_size=self._world_size,
+            shard=shard,
+            num_bytes=num_bytes,
+            changed={name: digest for name, (_, digest) in payloads.items()},
+            owned=tuple(self._owned),
+        )
+        return num_bytes + self._store.write(index.listing_name(folder, self._rank), [listing.to_json()])
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+def raw_bytes(tensor: torch.Tensor) -> Bytes:
+    """u8[n]: the row-major bytes of a tensor, as safetensors stores them; always a copy."""
+    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    copy = torch.empty(values.shape, dtype=torch.uint8)
+    copy.copy_(values)
+    return np.asarray(copy.numpy())
