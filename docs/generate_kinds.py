@@ -71,6 +71,10 @@ A filter keeps or drops a finished, scored group before it reaches the batch. Re
 snake_case reason drops it and counts it under that name.
 
 You need no plugin for one of your own: `filters: [mine.py:keep]` names a function of a file.""",
+    "data_buffer": """\
+A data buffer holds finished groups between a rollout that never stops and a trainer that takes batches. Write one to
+hand groups out in another order, or to keep them elsewhere. Failures and filters are judged when a group is put in,
+its age when it is taken; a put that waits holds the rollout back.""",
     "precision": """\
 A precision quantises exported weights exactly as an engine will, and both sides ask it which tensors to skip. No
 section of a run-file reads this kind in this release; the protocol and the kit are there so that formats can be

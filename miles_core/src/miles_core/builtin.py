@@ -57,6 +57,18 @@ def miles_rewards() -> Iterable[Capability]:
 
 
 @hookimpl
+def miles_data_buffers() -> Iterable[Capability]:
+    return [
+        Capability(
+            name="bounded",
+            summary="first in, first out, bounded; a full one holds the rollout back",
+            load="miles_core.rollout.buffer:BoundedBuffer",
+            options=f"{_OPTIONS}:BoundedBufferOptions",
+        )
+    ]
+
+
+@hookimpl
 def miles_filters() -> Iterable[Capability]:
     return [
         Capability(

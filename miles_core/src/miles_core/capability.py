@@ -115,6 +115,13 @@ KINDS: dict[str, Kind] = {
         Kind("environment", "miles_environments", "environment", False, "runs one episode against a session"),
         Kind("reward", "miles_rewards", "rewards", True, "scores a finished episode"),
         Kind("filter", "miles_filters", "rollout.filters", True, "keeps or drops finished groups"),
+        Kind(
+            "data_buffer",
+            "miles_data_buffers",
+            "schedule.buffer",
+            False,
+            "holds finished groups between rollout and trainer",
+        ),
         Kind("precision", "miles_precisions", None, False, "quantises weights for an engine"),
         Kind("executor", "miles_executors", "executor", False, "places trainer ranks and engines"),
         Kind("tracker", "miles_trackers", "tracking.trackers", True, "receives metrics"),

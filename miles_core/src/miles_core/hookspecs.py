@@ -52,6 +52,14 @@ def miles_filters() -> Iterable[Capability]:
 
 
 @hookspec
+def miles_data_buffers() -> Iterable[Capability]:
+    """Hold finished groups until the trainer takes them, in fully asynchronous runs. One per run.
+
+    `load`: a class, see `kinds.data_buffer.DataBuffer`; created in the driver.
+    """
+
+
+@hookspec
 def miles_engines() -> Iterable[Capability]:
     """Sample tokens with the log-prob and weight version of each. One per run.
 

@@ -134,3 +134,13 @@ class HttpRewardOptions(Options):
     """Deadline of one request; keep it below `rollout.reward_timeout_s`."""
     retries: NonNegativeInt = 2
     """Times a refused connection or a 5xx answer is tried again."""
+
+
+# --- data buffers ---------------------------------------------------------------------------------------------------
+
+
+class BoundedBufferOptions(Options):
+    """A queue of finished groups."""
+
+    capacity_factor: PositiveFloat = 2.0
+    """Groups held at most, as a multiple of `schedule.groups_per_step`."""

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from miles_core.config.checks_async import uncorrected
 from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.config.spec import RunSpec
@@ -239,7 +240,8 @@ def _element_bytes(model: ModelFolder) -> int:
 
 
 def _rows_per_engine(spec: RunSpec, amounts: Amounts) -> int:
-    at_once = min(spec.rollout.max_concurrent, amounts.groups_started * spec.schedule.group_size)
+    wave = min(spec.rollout.max_concurrent, amounts.groups_started * spec.schedule.group_size)
+    at_once = spec.schedule.max_concurrent_samples or wave
     return math.ceil(at_once / spec.placement.engines)
 
 
@@ -269,6 +271,8 @@ def _with_notes(plan: Plan, run: ResolvedRun) -> Plan:
     if limit is not None and need > limit:
         where = "this machine" if plan.device == "cpu" else "a device"
         notes.append(f"the estimate of {show_bytes(need)} exceeds what {where} has ({show_bytes(limit)})")
+    if warning := uncorrected(run.spec):
+        notes.append(warning)
     if "tito_family" not in run.one:
         notes.append("session.family is null: the one installed family that claims the checkpoint is taken at start")
     return replace(plan, notes=tuple(notes))

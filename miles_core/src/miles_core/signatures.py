@@ -19,6 +19,7 @@ CONSTRUCTED_WITH: dict[str, tuple[str, ...]] = {
     "tito_family": ("options", "tokenizer"),
     "teacher": ("options",),
     "environment": ("options",),
+    "data_buffer": ("options", "context"),
     "precision": ("options",),
     "executor": ("options",),
     "tracker": ("options", "run_dir", "run_name", "config"),

@@ -12,9 +12,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from miles_core.capability import Capability, Rule
+from miles_core.capability import KINDS, Capability, Rule
 from miles_core.config import translate, yaml12
+from miles_core.config.checks_async import uncorrected
 from miles_core.config.load import parse
+from miles_core.config.picks import SECTIONS
 from miles_core.config.problems import Problem, RunFileError, render_json, render_text
 from miles_core.config.resolve import ResolvedRun, check_run, resolve
 from miles_core.config.spec import RunSpec, dump
@@ -42,7 +44,7 @@ def only(registry: Registry, *overrides: str, text: str = BASE) -> Problem:
 def test_a_sound_run_resolves_with_every_default(workplace: Path, registry: Registry) -> None:
     run = resolve(parse(BASE, ["corrections=[tis]", "loss.low=0.1"]), registry)
     assert isinstance(run, ResolvedRun)
-    assert set(run.one) == {"backend", "engine", "transport", "matcher", "advantage", "loss", "environment", "executor"}
+    assert set(run.one) == {kind for kind, section in SECTIONS.items() if not KINDS[kind].many} - {"tito_family"}
     assert run.one["loss"].options.low == 0.1
     assert run.one["loss"].owner.startswith("miles-core ")
     assert run.many["correction"][0].options.high == 2.0
@@ -174,6 +176,7 @@ def test_validation_is_total_on_nonsense(registry: Registry, text: str) -> None:
 
 # --- checks between core's keys ---------------------------------------------------------------------------------------
 
+FULLY_ASYNC = ["schedule.mode=fully-async", "placement.mode=separate"]
 SOUND_BUT_FOR = {
     "MIL101": ["eval.every_steps=1"],
     "MIL102": ["data=null"],
@@ -182,6 +185,11 @@ SOUND_BUT_FOR = {
     "MIL201": ["schedule.minibatches=9"],
     "MIL202": ["rollout.sampling.temperature=0"],
     "MIL203": ["data.eval=heldout.jsonl", "eval={every_steps: 1, samples_per_prompt: 2}"],
+    "MIL204": ["schedule.mode=one-step-off"],
+    "MIL205": [*FULLY_ASYNC, "schedule.on_weight_update=abort"],
+    "MIL206": [*FULLY_ASYNC, "schedule.group_size=4", "schedule.max_concurrent_samples=3"],
+    "MIL207": ["schedule.buffer={use: bounded, capacity_factor: 3}"],
+    "MIL208": ["schedule.on_weight_update=in-place", "engine=mute"],
     "MIL301": ["objective={kl_coef: 0.1, kl_estimator: k1}"],
     "MIL302": ["objective={kl_coef: 0.1, kl_in: reward}"],
     "MIL303": ["objective={kl_coef: 0.1}", "backend=plain"],
@@ -208,6 +216,9 @@ SOUND_BUT_FOR = {
     "MIL904": ["objective.kl_in=reward"],
     "MIL905": ["objective.fixed_length_tokens=9"],
     "MIL906": ["optimizer.min_lr_ratio=0.1"],
+    "MIL907": ["schedule.max_weight_staleness=1"],
+    "MIL908": ["schedule.update_weights_interval=2"],
+    "MIL909": [*FULLY_ASYNC, "rollout.max_waves=3"],
 }  # fmt: skip
 
 
@@ -221,12 +232,34 @@ def test_each_check_finds_its_fault_alone(workplace: Path, registry: Registry, i
 
 def test_every_check_is_tried_above() -> None:
     from miles_core.config.checks import CHECKS
+    from miles_core.config.checks_async import ASYNC_CHECKS
     from miles_core.config.files import FILE_CHECKS
     from miles_core.config.true_on_policy import TRUE_ON_POLICY
     from miles_core.config.unused import UNUSED
 
     tried = {*SOUND_BUT_FOR, "MIL702"}
-    assert {check.id for check in (*CHECKS, *TRUE_ON_POLICY, *UNUSED, *FILE_CHECKS)} == tried
+    assert {check.id for check in (*CHECKS, *ASYNC_CHECKS, *TRUE_ON_POLICY, *UNUSED, *FILE_CHECKS)} == tried
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ([], False),
+        (FULLY_ASYNC, True),
+        (["schedule.mode=one-step-off", "placement.mode=separate"], True),
+        ([*FULLY_ASYNC, "corrections=[tis]"], False),
+        ([*FULLY_ASYNC, "objective.old_logprobs=rollout"], False),
+    ],
+)
+def test_a_run_that_neither_corrects_nor_measures_is_told_what_to_watch(
+    workplace: Path, registry: Registry, settings: list[str], warned: bool
+) -> None:
+    run, found = check_run(parse(BASE, settings), registry)
+    assert found == []
+    assert run is not None
+    warning = uncorrected(run.spec)
+    assert (warning is not None) == warned
+    assert warning is None or "contract/logprobs/kl_k3" in warning
 
 
 @pytest.mark.parametrize("gone", ["tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"])

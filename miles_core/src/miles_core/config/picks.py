@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from pydantic import BaseModel
 
 from miles_core.capability import KINDS
 from miles_core.config.spec import Pick, RunSpec
@@ -34,8 +34,9 @@ def short_key(path: Path) -> str | None:
 
 def default_pick(kind: str) -> str | None:
     """Name that a kind with one pick has when the run-file does not mention it."""
-    head, *rest = SECTIONS[kind]
-    value: Any = RunSpec.model_fields[head].default
-    for part in rest:
-        value = getattr(value, part)
+    fields, value = RunSpec.model_fields, None
+    for part in SECTIONS[kind]:
+        value = fields[part].default
+        section = fields[part].annotation  # of a required section there is no default to look into
+        fields = section.model_fields if isinstance(section, type) and issubclass(section, BaseModel) else {}
     return value.use if isinstance(value, Pick) else None

@@ -183,8 +183,9 @@ class OptimizerSpec(Section):
 
 
 class ScheduleSpec(Section):
-    mode: Literal["sync"] = "sync"
-    """sync: collect, train, publish in turn."""
+    mode: Literal["sync", "one-step-off", "fully-async"] = "sync"
+    """sync: collect, train, publish in turn. one-step-off: the next batch is collected while this one is trained.
+    fully-async: the rollout never stops, the trainer takes whole groups from a buffer."""
     steps: PositiveInt
     """Rollout steps of the whole run."""
     groups_per_step: PositiveInt = 8
@@ -193,6 +194,24 @@ class ScheduleSpec(Section):
     """Trajectories per prompt."""
     minibatches: PositiveInt = 1
     """Optimizer steps per rollout step; the batch's groups are split among them."""
+    update_weights_interval: PositiveInt = 1
+    """Publish weights after every so many steps; the age of data counts published versions, not steps."""
+    on_weight_update: Literal["retract", "in-place", "abort"] = "retract"
+    """Requests in flight at a weight update: start over from their ids with their tokens kept, go on over their old KV,
+    or end."""
+    max_concurrent_samples: PositiveInt | None = None
+    """Trajectories in flight, fully-async; null takes one batch."""
+    refill: Literal["sample", "group"] = "sample"
+    """A new group starts once a group's worth of trajectories has finished, or once a whole group has."""
+    max_weight_staleness: NonNegativeInt | None = None
+    """Published versions that the oldest token of a group may be behind when it is trained; null is no limit."""
+    unused_groups: Literal["drop", "retry"] = "drop"
+    """What becomes of prompts whose group failed or grew stale."""
+    buffer: Pick = Pick(use="bounded")
+    """Holds finished groups until the trainer takes them."""
+    drain_s: NonNegativeFloat = 30.0
+    """Seconds that trajectories in flight get to finish when the run is stopped; the prompts of the rest start anew
+    when it is resumed."""
 
 
 class PlacementSpec(Section):

@@ -76,6 +76,36 @@ UNUSED: tuple[Unused, ...] = (
         do="set optimizer.schedule: cosine or linear, or remove it",
         reads=("optimizer.schedule",),
     ),
+    Unused(
+        id="MIL907",
+        paths=(
+            "schedule.max_concurrent_samples",
+            "schedule.refill",
+            "schedule.max_weight_staleness",
+            "schedule.unused_groups",
+            "schedule.drain_s",
+        ),
+        when=lambda s: s.spec.schedule.mode != "fully-async",
+        because="only a fully asynchronous run reads it",
+        do="set schedule.mode: fully-async, or remove it",
+        reads=("schedule.mode",),
+    ),
+    Unused(
+        id="MIL908",
+        paths=("schedule.update_weights_interval",),
+        when=lambda s: s.spec.schedule.mode == "sync",
+        because="a synchronous run samples every batch with the newest weights",
+        do="set schedule.mode: one-step-off or fully-async, or remove it",
+        reads=("schedule.mode",),
+    ),
+    Unused(
+        id="MIL909",
+        paths=("rollout.over_sample", "rollout.max_waves"),
+        when=lambda s: s.spec.schedule.mode == "fully-async",
+        because="a fully asynchronous run collects in no waves",
+        do="remove it; schedule.max_concurrent_samples says how much is in flight",
+        reads=("schedule.mode",),
+    ),
 )
 
 

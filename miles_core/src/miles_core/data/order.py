@@ -46,9 +46,15 @@ class PromptStream:
         self._drawn = 0
         self._order_epoch = -1
         self._order: list[int] = []
+        self._by_id: dict[str, Prompt] | None = None
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    @property
+    def drawn(self) -> int:
+        """Prompts handed out so far."""
+        return self._drawn
 
     @property
     def epoch(self) -> int:
@@ -57,13 +63,24 @@ class PromptStream:
 
     def take(self, count: int) -> list[Draw]:
         """Draw the next `count` prompts, going on into as many epochs as that needs."""
-        draws = []
-        for number in range(self._drawn, self._drawn + count):
-            epoch, position = divmod(number, len(self._prompts))
-            prompt = self._prompts[self._epoch_order(epoch)[position]]
-            draws.append(Draw(prompt=prompt, epoch=epoch, number=number))
+        draws = [self.draw(number) for number in range(self._drawn, self._drawn + count)]
         self._drawn += count
         return draws
+
+    def prompt(self, prompt_id: str) -> Prompt:
+        """The prompt of that id.
+
+        Raises:
+            KeyError: there is none.
+        """
+        if self._by_id is None:
+            self._by_id = {prompt.id: prompt for prompt in self._prompts}
+        return self._by_id[prompt_id]
+
+    def draw(self, number: int) -> Draw:
+        """The draw of that number, past or future; does not advance the stream."""
+        epoch, position = divmod(number, len(self._prompts))
+        return Draw(prompt=self._prompts[self._epoch_order(epoch)[position]], epoch=epoch, number=number)
 
     def state(self) -> dict[str, Any]:
         """Where the stream stands, JSON-compatible; `digest` and `size` say of which data."""

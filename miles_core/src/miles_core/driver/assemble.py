@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -88,6 +89,7 @@ async def open_run(
             alarm=ConstantRewardAlarm(steps=spec.rollout.constant_reward_alarm_steps),
             num_experts=model.experts,
             stop=stop,
+            make_buffer=functools.partial(make, resolved, "data_buffer"),
         )
         if found is not None:
             await _restore(run, found)
@@ -96,10 +98,10 @@ async def open_run(
         yield run
 
 
-def make(resolved: ResolvedRun, kind: str) -> Any:
-    """The picked capability of a class kind, created with its options."""
+def make(resolved: ResolvedRun, kind: str, *context: Any) -> Any:
+    """The picked capability of a class kind, created with its options and what else its kind is told."""
     pick = resolved.one[kind]
-    return load_target(pick.capability.load)(pick.options)
+    return load_target(pick.capability.load)(pick.options, *context)
 
 
 def pick_family(resolved: ResolvedRun, registry: Registry, recorder: Recorder | None = None) -> TitoFamily:
@@ -222,4 +224,7 @@ async def _restore(run: Run, found: checkpoint.Checkpoint) -> None:
     run.alarm.restore(found.state["alarm"])
     run.start_step = run.saved_step = found.step
     run.resumed_metrics = found.state["metrics"]
+    run.version = found.state.get("version", found.step - 1)
+    run.published_step = found.state.get("published_step", found.step - 1)
+    run.resumed = found
     run.recorder.event("resume", step=found.step, checkpoint=str(found.path))

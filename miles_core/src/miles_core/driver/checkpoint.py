@@ -3,6 +3,7 @@
     checkpoints/step_000012/
         driver.json      step, data cursor, version, metrics of the step (everything the driver itself must remember)
         backend/         written by the backend's ranks
+    groups/          finished groups that wait to be trained, where sampling and training overlap
         manifest.json    every file with its size; written last
 
 A save goes to ``step_000012.partial`` and is renamed when everything is on disk, so a directory without ``.partial``
@@ -38,6 +39,10 @@ class Checkpoint:
     def backend_dir(self) -> Path:
         return self.path / "backend"
 
+    @property
+    def groups_dir(self) -> Path:
+        return self.path / "groups"
+
 
 async def save(
     root: Path,
@@ -46,6 +51,7 @@ async def save(
     write_backend: Callable[[Path], Awaitable[None]],
     *,
     keep: int | None,
+    write_groups: Callable[[Path], None] | None = None,
 ) -> Path:
     """Write the checkpoint of `step` and remove old ones beyond `keep`, in that order.
 
@@ -57,6 +63,8 @@ async def save(
     try:
         shutil.rmtree(partial, ignore_errors=True)
         (partial / "backend").mkdir(parents=True)
+        if write_groups is not None:  # before anything is awaited: state and groups are of one moment
+            write_groups(partial / "groups")
         await write_backend(partial / "backend")
         _write_json(partial / "driver.json", {"format": FORMAT, "step": step, "state": dict(state)})
         _write_json(partial / "manifest.json", {"files": _sizes(partial)})

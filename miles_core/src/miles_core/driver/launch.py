@@ -13,7 +13,7 @@ from miles_core import plan as plans
 from miles_core.config.load import Source
 from miles_core.config.resolve import ResolvedRun
 from miles_core.config.spec import dump
-from miles_core.driver import sync
+from miles_core.driver import fully_async, one_step_off, sync
 from miles_core.driver.assemble import open_run
 from miles_core.driver.environment import describe_environment
 from miles_core.driver.identity import check_same_run
@@ -30,6 +30,8 @@ from miles_core.watch import watchdog
 
 log = logging.getLogger(__name__)
 
+LOOPS = {"sync": sync.train, "one-step-off": one_step_off.train, "fully-async": fully_async.train}
+"""The loop of each `schedule.mode`."""
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
 
@@ -135,7 +137,7 @@ async def _main(
         guard = asyncio.create_task(watchdog(resolved.spec.stall_s, stalled))
         try:
             async with open_run(resolved, registry, directory, recorder, stop, resume=resume) as run:
-                await sync.train(run)
+                await LOOPS[resolved.spec.schedule.mode](run)
                 return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
         finally:
             guard.cancel()

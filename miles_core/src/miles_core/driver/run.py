@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from miles_core.config.spec import RunSpec
 from miles_core.data.order import PromptStream
+from miles_core.driver.checkpoint import Checkpoint
 from miles_core.driver.recorder import Recorder
 from miles_core.driver.signals import StopRequest
+from miles_core.kinds.data_buffer import BufferContext, DataBuffer
 from miles_core.kinds.engine import Engine
 from miles_core.kinds.executor import Trainer
 from miles_core.rollout.alarm import ConstantRewardAlarm
@@ -51,6 +54,14 @@ class Run:
     resumed_metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics of `start_step` as its checkpoint remembers them; the step's line is written again after publishing."""
     saved_step: int | None = None
+    version: int = -1
+    """Weight version the engines serve; -1 before the first publish."""
+    published_step: int = -1
+    """Step whose weights that version holds."""
+    make_buffer: Callable[[BufferContext], DataBuffer]
+    pending: Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]] | None = None
+    """What a checkpoint must remember of a rollout that is under way: JSON values, and how to write its groups."""
+    resumed: Checkpoint | None = None
 
     @property
     def last_step(self) -> int:

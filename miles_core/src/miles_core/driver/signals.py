@@ -12,8 +12,20 @@ class StopRequest:
     """Whether the run was asked to stop. Checked by the loop between steps."""
 
     def __init__(self) -> None:
-        self.requested = False
         self.now = False
+        self._asked = asyncio.Event()
+
+    @property
+    def requested(self) -> bool:
+        return self._asked.is_set()
+
+    def ask(self) -> None:
+        """Request it."""
+        self._asked.set()
+
+    async def wait(self) -> None:
+        """Return once it was asked for; for loops that may wait long within a step."""
+        await self._asked.wait()
 
 
 @contextlib.contextmanager
@@ -24,7 +36,7 @@ def stop_on_signals(main: asyncio.Task[object], say: Callable[[str], None]) -> I
 
     def on_signal() -> None:
         if not request.requested:
-            request.requested = True
+            request.ask()
             say("stopping: this step is finished and saved first; press Ctrl-C again to stop now without saving")
         else:
             request.now = True

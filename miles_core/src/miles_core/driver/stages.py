@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping, Sequence
 
 from miles_core import batching
+from miles_core.config.checks_async import uncorrected
 from miles_core.contracts import logprobs, routes, tokens, versions
 from miles_core.contracts.report import Report, Verdict
 from miles_core.driver import checkpoint
 from miles_core.driver.run import Run
-from miles_core.errors import ContractError
+from miles_core.errors import ContractError, RunError
 from miles_core.kinds.backend import RouteCounts, StepMetrics
 from miles_core.rollout.evaluate import evaluate
 from miles_core.rollout.scheduler import Collected, collect
@@ -19,30 +20,66 @@ from miles_core.watch import progress, waiting
 from miles_core.weights.equality import check_weight_update_equal
 
 
-async def rollout_and_update(run: Run, step: int) -> dict[str, float]:
-    """Collect a batch, check the contracts on it, train on it; the step's metrics."""
-    collected = await _collect(run, step)
+def first_step(run: Run) -> int:
+    """Steps that are done.
+
+    Raises:
+        RunError: there is none left to do.
+    """
+    if run.start_step >= run.last_step:
+        raise RunError(
+            "this run would do no work",
+            found=f"{run.start_step} of {run.last_step} steps are done",
+            where=str(run.directory.path),
+            do="raise schedule.steps, or start a new name",
+        )
+    if warning := uncorrected(run.spec):
+        run.recorder.alarm(run.start_step, warning)
+    return run.start_step
+
+
+async def learn(run: Run, collected: Collected, step: int, *, max_staleness: int | None) -> dict[str, float]:
+    """Check the contracts on a batch and train on it; the step's metrics.
+
+    Args:
+        max_staleness: Published versions the batch's oldest token may be behind; more is a broken contract.
+    """
     batch = await _prepare(run, collected, step)
-    reports = check_contracts(run, collected, batch, version=step - 1, counts=await _route_counts(run))
+    counts = await _route_counts(run)
+    reports = check_contracts(run, collected, batch, version=run.version, max_staleness=max_staleness, counts=counts)
     run.recorder.contracts(step, reports)  # before the update, so that a run that ends here leaves its evidence
     run.recorder.rollouts(step, collected.groups, batch)
-    refuse_broken(reports, version=step - 1)
+    refuse_broken(reports, version=run.version)
     metrics = await _update(run, batch, step)
     contract_metrics = {name: value for report in reports for name, value in report.figures.items()}
     return {**collected.stats, **contract_metrics, **metrics}
 
 
-async def publish(run: Run, version: int, *, first: bool = False) -> None:
-    """Make the trainer's weights `version` on every engine."""
+async def publish(run: Run, version: int, *, step: int | None = None, first: bool = False) -> None:
+    """Make the trainer's weights `version` on every engine.
+
+    Args:
+        step: Step whose weights they are; None where every step publishes a version of its own number.
+    """
     with run.recorder.phase("publish"), waiting("driver", on=f"publishing weight version {version}"):
         if first and run.spec.check_weight_update_equal:
             report = await check_weight_update_equal(run.fleet.publish, run.engines, version, seed=run.spec.seed)
             run.recorder.event("weights_equal", version=version, tensors=report.num_tensors)
         else:
-            report = await run.fleet.publish(version)
-    run.recorder.event("publish", version=version, tensors=report.num_tensors, bytes=report.num_bytes)
+            report = await run.fleet.publish(version, mode=run.spec.schedule.on_weight_update)
+    run.version, run.published_step = version, version if step is None else step
+    run.recorder.event(
+        "publish", version=version, step=run.published_step, tensors=report.num_tensors, bytes=report.num_bytes
+    )
     run.recorder.timings(report.figures)
     progress()
+
+
+async def publish_first(run: Run) -> None:
+    """Give the engines the trainer's weights before the first step: under the version they had when the checkpoint was
+    written, or the next one where the trainer had moved on since."""
+    version = run.version if run.published_step == run.start_step else run.version + 1
+    await publish(run, version, step=run.start_step, first=True)
 
 
 async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:
@@ -53,10 +90,20 @@ async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:
         "stream": run.stream.state(),
         "alarm": run.alarm.state(),
         "metrics": dict(metrics),
+        "version": run.version,
+        "published_step": run.published_step,
     }
+    write_groups = None
+    if run.pending is not None:
+        state["pending"], write_groups = run.pending()
     with run.recorder.phase("save"), waiting("driver", on=f"saving step {step}"):
         path = await checkpoint.save(
-            run.directory.checkpoints, step, state, run.trainer.save, keep=run.spec.checkpoint.keep
+            run.directory.checkpoints,
+            step,
+            state,
+            run.trainer.save,
+            write_groups=write_groups,
+            keep=run.spec.checkpoint.keep,
         )
         if step == run.last_step and run.spec.checkpoint.export_hf:
             await run.trainer.save_hf(run.directory.path / "hf")
@@ -85,12 +132,19 @@ async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None
 
 
 def check_contracts(
-    run: Run, collected: Collected, batch: TrainBatch, *, version: int, counts: RouteCounts | None
+    run: Run,
+    collected: Collected,
+    batch: TrainBatch,
+    *,
+    version: int,
+    max_staleness: int | None,
+    counts: RouteCounts | None,
 ) -> list[Report]:
     """All four contracts on the batch the update will see.
 
     Args:
-        version: Weight version that sampled the batch.
+        version: Weight version published at the moment.
+        max_staleness: Versions that the oldest token of a group may be behind; None is no limit.
         counts: Routes that the trainer compared while it scored the batch.
     """
     old_is_rollout = run.spec.objective.old_logprobs == "rollout"
@@ -98,7 +152,7 @@ def check_contracts(
         tokens.check(collected.groups, batch),
         routes.check(batch, num_experts=run.num_experts, mode=run.spec.rollout.routes, counts=counts),
         logprobs.check(batch, old_is_rollout=old_is_rollout, current_version=version),
-        versions.check(collected.groups, current_version=version, max_staleness=0),
+        versions.check(collected.groups, current_version=version, max_staleness=max_staleness),
     ]
 
 
@@ -121,7 +175,8 @@ def refuse_broken(reports: Sequence[Report], *, version: int) -> None:
 # --- inside a step ----------------------------------------------------------------------------------------------------
 
 
-async def _collect(run: Run, step: int) -> Collected:
+async def collect_batch(run: Run, step: int) -> Collected:
+    """Collect the groups of a step in waves."""
     schedule = run.spec.schedule
     with run.recorder.phase("rollout"), waiting("driver", on=f"rollout of step {step}"):
         collected = await collect(
@@ -134,12 +189,17 @@ async def _collect(run: Run, step: int) -> Collected:
             group_size=schedule.group_size,
             on_accept=run.recorder.groups_done,
         )
+    report_rollout(run, collected, step)
+    run.recorder.timings(collected.wasted)
+    return collected
+
+
+def report_rollout(run: Run, collected: Collected, step: int) -> None:
+    """Say what a person should look at: rewards that never differ, and what failed."""
     if warning := run.alarm.observe(collected.rewards):
         run.recorder.alarm(step, warning)
     if collected.failures:
         run.recorder.event("failures", step=step, **{str(k): v for k, v in collected.failures.items()})
-    run.recorder.timings(collected.wasted)
-    return collected
 
 
 async def _prepare(run: Run, collected: Collected, step: int) -> TrainBatch:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from miles_core.driver import stages
 from miles_core.driver.run import Run
-from miles_core.errors import RunError
 
 
 async def train(run: Run) -> None:
@@ -18,18 +17,12 @@ async def train(run: Run) -> None:
     Raises:
         RunError: there is no step left to do.
     """
-    start = run.start_step
-    if start >= run.last_step:
-        raise RunError(
-            "this run would do no work",
-            found=f"{start} of {run.last_step} steps are done",
-            where=str(run.directory.path),
-            do="raise schedule.steps, or start a new name",
-        )
+    start = stages.first_step(run)
     await stages.publish(run, start, first=True)  # engines hold the trainer's weights before the first step
     await stages.finish_step(run, start, run.resumed_metrics)
     for step in range(start + 1, run.last_step + 1):
-        metrics = await stages.rollout_and_update(run, step)
+        collected = await stages.collect_batch(run, step)
+        metrics = await stages.learn(run, collected, step, max_staleness=0)
         if run.save_due(step):
             await stages.save(run, step, metrics)
         await stages.publish(run, step)

@@ -186,7 +186,7 @@ class _Wave:
                     run = await self._next(accepted, needed)
                     waiting.remove(run)
                     group = run.group()
-                    reason = self._judge(group)
+                    reason = judge(group, self._filters)
                     self._tally.judge(run.attempts, group, retried=run.retried, reason=reason)
                     if reason is None:
                         accepted += 1
@@ -238,20 +238,26 @@ class _Wave:
             run.generating += 1
             run.retried += 1
 
-    def _judge(self, group: Group) -> str | None:
-        if not group.trainable:
-            return NO_TRAINABLE
-        for picked in self._filters:
-            reason = picked.judge(group, **picked.options)
-            if reason is not None and not (isinstance(reason, str) and reason):
-                raise PluginError(
-                    f"filter {picked.name!r} gave no verdict",
-                    expected="None to keep the group, or a reason as text",
-                    found=repr(reason),
-                )
-            if reason is not None:
-                return reason
-        return None
+
+def judge(group: Group, filters: Sequence[GroupFilter]) -> str | None:
+    """Why a finished group cannot be trained, or None.
+
+    Raises:
+        PluginError: a filter broke its protocol.
+    """
+    if not group.trainable:
+        return NO_TRAINABLE
+    for picked in filters:
+        reason = picked.judge(group, **picked.options)
+        if reason is not None and not (isinstance(reason, str) and reason):
+            raise PluginError(
+                f"filter {picked.name!r} gave no verdict",
+                expected="None to keep the group, or a reason as text",
+                found=repr(reason),
+            )
+        if reason is not None:
+            return reason
+    return None
 
 
 def first_error(several: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -72,24 +72,38 @@ class Tally:
         return {f"rollout/aborted_{name}": float(self._wasted[name]) for name in names}
 
     def stats(self, accepted: Sequence[Group]) -> dict[str, float]:
-        """All figures of the step under ``rollout/``; reward and length over the trajectories that will be trained."""
-        trained = [trajectory for group in accepted for trajectory in group.trainable]
-        rewards = [t.reward for t in trained if t.reward is not None]
-        tokens = [t.response_tokens for t in trained]
-        mean = math.fsum(rewards) / len(rewards)
-        flat = sum(1 for group in accepted if len({t.reward for t in group.trainable}) <= 1)
+        """All figures of a step that collects in waves, under ``rollout/``."""
+        counts = {"waves": self.waves, "groups_aborted": self.submitted - self.judged}
+        waves = {f"rollout/{name}": float(value) for name, value in counts.items()}
+        return {**waves, **self.judged_stats(), **self.batch_stats(accepted)}
+
+    def judged_stats(self) -> dict[str, float]:
+        """What became of everything started and judged, under ``rollout/``."""
         counts = {
-            "waves": self.waves,
             "groups_submitted": self.submitted,
-            "groups_accepted": len(accepted),
-            "groups_aborted": self.submitted - self.judged,
-            "groups_zero_std": flat,
             "attempts": self._attempts,
             "succeeded": self._succeeded,
             "engine_aborted": self._engine_aborted,
             "timed_out": self._timed_out,
             "retried": self._retried,
             "dropped": self._dropped,
+        }
+        stats = {f"rollout/{name}": float(value) for name, value in counts.items()}
+        stats |= {f"rollout/failed/{boundary}": float(self._failed[boundary]) for boundary in Boundary}
+        stats |= {f"rollout/filtered/{reason}": float(count) for reason, count in sorted(self.filtered.items())}
+        return stats
+
+    @staticmethod
+    def batch_stats(accepted: Sequence[Group]) -> dict[str, float]:
+        """Reward and length over the trajectories that will be trained, under ``rollout/``."""
+        trained = [trajectory for group in accepted for trajectory in group.trainable]
+        rewards = [t.reward for t in trained if t.reward is not None]
+        tokens = [t.response_tokens for t in trained]
+        mean = math.fsum(rewards) / len(rewards)
+        flat = sum(1 for group in accepted if len({t.reward for t in group.trainable}) <= 1)
+        figures = {
+            "groups_accepted": len(accepted),
+            "groups_zero_std": flat,
             "trained": len(trained),
             "reward_mean": mean,
             "reward_std": math.sqrt(math.fsum((r - mean) ** 2 for r in rewards) / len(rewards)),
@@ -99,11 +113,7 @@ class Tally:
             "response_tokens_max": max(tokens),
             "truncated_fraction": sum(t.status is Status.TRUNCATED for t in trained) / len(trained),
         }
-        stats = {f"rollout/{name}": float(value) for name, value in counts.items()}
-        stats |= {f"rollout/failed/{boundary}": float(self._failed[boundary]) for boundary in Boundary}
-        stats |= {f"rollout/filtered/{reason}": float(count) for reason, count in sorted(self.filtered.items())}
-        stats |= part_means(trained)
-        return stats
+        return {f"rollout/{name}": float(value) for name, value in figures.items()} | part_means(trained)
 
 
 def part_means(trajectories: Sequence[Trajectory], prefix: str = "rollout") -> dict[str, float]:

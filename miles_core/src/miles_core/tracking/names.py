@@ -125,8 +125,32 @@ EVAL = (
     Metric("eval/aborted", "trajectories", "held-out trajectories the engine aborted"),
     Metric("eval/failed/{boundary}", "trajectories", "held-out trajectories that failed, by boundary; in no mean"),
 )
+ASYNC = (
+    Metric("async/submitted", "groups", "groups started since the run began"),
+    Metric("async/drawn", "groups", "of those, from prompts drawn for the first time"),
+    Metric("async/resubmitted", "groups", "of those, from prompts that were put back"),
+    Metric("async/put_back", "groups", "prompts put back: unused, or in flight when the run was interrupted"),
+    Metric("async/pending", "groups", "groups that have not ended: the next four"),
+    Metric("async/generating", "groups", "groups in flight"),
+    Metric("async/finished", "groups", "finished groups on their way into the buffer"),
+    Metric("async/queued", "groups", "groups in the buffer"),
+    Metric("async/taken", "groups", "groups of the batch in training"),
+    Metric("async/trained", "groups", "groups trained"),
+    Metric("async/failed", "groups", "groups of which no trajectory could be trained"),
+    Metric("async/filtered", "groups", "groups that a filter dropped"),
+    Metric("async/stale", "groups", "groups that were over the limit on age when they would have been trained"),
+    Metric("async/cut", "groups", "groups cut short by the end or an interruption of the run"),
+    Metric("async/in_flight_mean", "trajectories", "trajectories in flight, mean over the step", True),
+    Metric("async/engine_idle_fraction", "fraction", "of the budget in flight that was unused, mean over time", True),
+    Metric("async/trainer_idle_fraction", "fraction", "of the step that the trainer waited for data", True),
+    Metric("async/queue_size", "groups", "groups in the buffer at the end of the step", True),
+    Metric("async/queue_fill", "fraction", "of the buffer's capacity that was used, mean over time", True),
+    Metric("async/blocked_fraction", "fraction", "of the time that a full buffer held the rollout back", True),
+)
 CLOCK = (
-    Metric("time/{phase}_s", "s", "seconds of a phase: start, rollout, log_probs, train, publish, save, eval", True),
+    Metric(
+        "time/{phase}_s", "s", "seconds of a phase: start, rollout, wait, log_probs, train, publish, save, eval", True
+    ),
     Metric("time/step_s", "s", "seconds of the whole step", True),
     Metric("tokens/batch", "tokens", "tokens of the batch, prompts included", True),
     Metric("tokens/sampled", "tokens", "trained tokens of the batch", True),
@@ -160,6 +184,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Corrections": CORRECTIONS,
     "Evaluation": EVAL,
     "Weight updates": SYNC,
+    "Asynchronous runs": ASYNC,
     "Wall clock": CLOCK,
 }
 METRICS: tuple[Metric, ...] = tuple(metric for section in SECTIONS.values() for metric in section)

@@ -1,0 +1,132 @@
+"""Fully asynchronous: the rollout never stops, and the trainer takes whole groups from a buffer.
+
+Two tasks. The producer keeps its budget of trajectories in flight; the loop below takes a batch, trains, saves,
+publishes, evaluates. Only this loop publishes, so the published version stands still while a batch is taken and
+trained: the age a group is judged by is the age it is trained with.
+
+Stopping: the first Ctrl-C ends the wait for a batch or the step in progress; nothing new starts, what is in flight gets
+`schedule.drain_s` to finish, and the checkpoint keeps what is finished and the prompts of the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from miles_core.driver import stages
+from miles_core.driver.run import Run
+from miles_core.kinds.data_buffer import FinishedGroup
+from miles_core.rollout import group_file
+from miles_core.rollout.producer import Budget, Producer
+from miles_core.rollout.scheduler import Collected, first_error
+from miles_core.watch import waiting
+
+
+async def train(run: Run) -> None:
+    """Run all remaining steps; see `driver.sync.train` for the order of saving, publishing and evaluating."""
+    start = stages.first_step(run)
+    producer = make_producer(run)
+    run.pending = partial(_remember, producer)
+    await stages.publish_first(run)
+    await stages.finish_step(run, start, run.resumed_metrics)
+    try:
+        async with asyncio.TaskGroup() as tasks:  # what breaks the producer ends the loop, at once and by name
+            producing = tasks.create_task(producer.run(), name="producer")
+            step, metrics = await _train(run, producer, start)
+            run.recorder.say(f"letting {producer.in_flight.level:.0f} trajectories in flight finish")
+            await producer.drain(producing, run.spec.schedule.drain_s if run.stop.requested else 0.0)
+    except BaseExceptionGroup as several:
+        raise first_error(several) from None
+    producer.check()
+    if run.stop.requested:
+        run.saved_step = None  # again, if need be: what the drain finished is to be kept
+    await stages.save(run, step, metrics)
+    run.recorder.event("ledger", step=step, **producer.ledger.counts)
+
+
+def make_producer(run: Run) -> Producer:
+    """The producer of a run, with what its checkpoint remembers."""
+    schedule = run.spec.schedule
+    budget = Budget(
+        groups_per_step=schedule.groups_per_step,
+        group_size=schedule.group_size,
+        samples=schedule.max_concurrent_samples or schedule.groups_per_step * schedule.group_size,
+        refill=schedule.refill,
+        unused=schedule.unused_groups,
+        max_weight_staleness=schedule.max_weight_staleness,
+        update_interval=schedule.update_weights_interval,
+    )
+    producer = Producer(
+        stream=run.stream,
+        episodes=run.episodes,
+        spec=run.spec.rollout,
+        filters=run.filters,
+        budget=budget,
+        make_buffer=run.make_buffer,
+        version=lambda: run.version,
+    )
+    if run.resumed is not None and "pending" in run.resumed.state:
+        groups = group_file.read(run.resumed.groups_dir, run.stream.prompt)
+        producer.restore(run.resumed.state["pending"], groups)
+    return producer
+
+
+async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[str, float]]:
+    """Steps until the last one or a request to stop; the last step done, and its metrics."""
+    metrics = dict(run.resumed_metrics)
+    for step in range(start + 1, run.last_step + 1):
+        began = time.monotonic()
+        producer.step = step
+        taken = await _take(run, producer)
+        if taken is None:
+            return step - 1, metrics
+        waited = time.monotonic() - began
+        collected = _collected(run, producer, taken, step)
+        metrics = await stages.learn(run, collected, step, max_staleness=run.spec.schedule.max_weight_staleness)
+        producer.trained(taken)
+        producer.check()
+        if run.save_due(step):
+            await stages.save(run, step, metrics)
+        if step % run.spec.schedule.update_weights_interval == 0 or step == run.last_step:
+            await stages.publish(run, run.version + 1, step=step)
+        idle = waited / max(time.monotonic() - began, 1e-9)
+        run.recorder.timings({**producer.gauges(), "async/trainer_idle_fraction": idle})
+        # Evaluation on the engines that also roll out: nothing new starts beside it, and the pause is its cost.
+        async with producer.held() if run.eval_due(step) else contextlib.nullcontext():
+            await stages.finish_step(run, step, metrics)
+        if run.stop.requested:
+            return step, metrics
+    return run.last_step, metrics
+
+
+async def _take(run: Run, producer: Producer) -> list[FinishedGroup] | None:
+    """The next batch, or None when the run was asked to stop before it was whole."""
+    taking = asyncio.create_task(producer.take(run.spec.schedule.groups_per_step, run.recorder.groups_done))
+    stopping = asyncio.create_task(run.stop.wait())
+    try:
+        with run.recorder.phase("rollout"), waiting("driver", on=f"a batch for step {producer.step}"):
+            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        return taking.result() if taking.done() else None
+    finally:
+        for task in (taking, stopping):
+            task.cancel()
+        await asyncio.wait({taking, stopping})
+
+
+def _collected(run: Run, producer: Producer, taken: Sequence[FinishedGroup], step: int) -> Collected:
+    groups = tuple(finished.group for finished in taken)
+    stats, tally = producer.stats(groups)
+    collected = Collected(
+        groups=groups, stats=stats, wasted={}, rewards=tuple(tally.rewards), failures=tally.last_failures()
+    )
+    stages.report_rollout(run, collected, step)
+    return collected
+
+
+def _remember(producer: Producer) -> Any:
+    state, groups = producer.state()
+    return state, partial(group_file.write, groups=groups)

@@ -1,0 +1,75 @@
+"""One step off: the next batch is collected while this one is trained, so its data is one version old.
+
+Weights change between collections, never under one. Equal seeds give equal steps, as in the synchronous loop, and a
+checkpoint holds the batch that is ready.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from miles_core.driver import stages
+from miles_core.driver.run import Run
+from miles_core.kinds.data_buffer import FinishedGroup
+from miles_core.rollout import group_file
+from miles_core.rollout.scheduler import Collected, first_error
+
+MAX_STALENESS = 1
+"""One version at most is published between the collection of a batch and its training."""
+
+
+async def train(run: Run) -> None:
+    """Run all remaining steps; see `driver.sync.train` for the order of saving, publishing and evaluating."""
+    start = stages.first_step(run)
+    await stages.publish_first(run)
+    await stages.finish_step(run, start, run.resumed_metrics)
+    ready = _restore(run) or await stages.collect_batch(run, start + 1)
+    for step in range(start + 1, run.last_step + 1):
+        metrics, following = await _overlap(run, ready, step)
+        run.pending = None if following is None else _remember(following)
+        if run.save_due(step):
+            await stages.save(run, step, metrics)
+        if step % run.spec.schedule.update_weights_interval == 0 or step == run.last_step:
+            await stages.publish(run, run.version + 1, step=step)
+        await stages.finish_step(run, step, metrics)
+        if run.stop.requested or following is None:
+            await stages.save(run, step, metrics)  # does nothing when this step is saved already
+            break
+        ready = following
+
+
+async def _overlap(run: Run, batch: Collected, step: int) -> tuple[dict[str, float], Collected | None]:
+    """Train on a batch and collect the next, at once; both are whole when this returns."""
+    following: asyncio.Task[Collected] | None = None
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            if step < run.last_step:
+                following = tasks.create_task(stages.collect_batch(run, step + 1))
+            metrics = await stages.learn(run, batch, step, max_staleness=MAX_STALENESS)
+            if following is not None:
+                with run.recorder.phase("wait"):
+                    await asyncio.wait({following})
+    except BaseExceptionGroup as several:
+        raise first_error(several) from None
+    return metrics, None if following is None else following.result()
+
+
+Pending = Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]]
+
+
+def _remember(ready: Collected) -> Pending:
+    """What a checkpoint keeps of a batch that waits to be trained."""
+    numbered = [FinishedGroup(number=number, group=group) for number, group in enumerate(ready.groups)]
+    facts = {name: getattr(ready, name) for name in ("stats", "wasted", "rewards", "failures")}
+    return lambda: (facts, lambda folder: group_file.write(folder, numbered))
+
+
+def _restore(run: Run) -> Collected | None:
+    if run.resumed is None or "pending" not in run.resumed.state:
+        return None
+    groups = group_file.read(run.resumed.groups_dir, run.stream.prompt)
+    facts = dict(run.resumed.state["pending"])
+    return Collected(**{**facts, "groups": tuple(f.group for f in groups), "rewards": tuple(facts["rewards"])})

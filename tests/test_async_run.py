@@ -1,0 +1,109 @@
+"""Whole runs whose sampling and training overlap: exact where they promise it, and nothing lost or trained twice."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from typing import TYPE_CHECKING, Any
+
+from miles_core.rollout.ledger import Fate
+from miles_core.tracking import rollouts
+from miles_core.tracking.names import is_clock, undeclared
+
+if TYPE_CHECKING:
+    from .conftest import Workspace
+
+SEPARATE = {"placement.mode": "separate", "corrections": ["tis"]}
+ONE_STEP_OFF = {**SEPARATE, "schedule.mode": "one-step-off", "schedule.steps": 5}
+FULLY_ASYNC = {**SEPARATE, "schedule.mode": "fully-async", "schedule.steps": 6, "schedule.max_concurrent_samples": 9}
+
+
+def interrupt(workspace: Workspace, overrides: dict[str, Any], number: int, *arguments: str, after: int) -> int:
+    """Start a run, send it a signal after so many lines of metrics, and return its exit code."""
+    from .conftest import environment
+
+    metrics = workspace.directory() / "metrics.jsonl"
+    command = workspace.command(*arguments, overrides=overrides)
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as run:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= after):
+            assert run.poll() is None, "the run ended before it was interrupted"
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        time.sleep(random.Random(after).uniform(0, 0.2))
+        run.send_signal(number)
+        return run.wait(timeout=90)
+
+
+def trained_sessions(workspace: Workspace) -> list[str]:
+    folder = workspace.directory() / "rollouts"
+    return [row.session_id for step in rollouts.steps(folder) for row in rollouts.read(folder, step)]
+
+
+def check_books(counts: dict[str, Any]) -> None:
+    assert counts["submitted"] == sum(counts[fate.value] for fate in Fate)
+    assert counts["submitted"] == counts["drawn"] + counts["resubmitted"]
+
+
+def test_one_step_off_is_one_version_old_and_resumes_bit_for_bit(workspace: Workspace) -> None:
+    workspace.train(overrides=ONE_STEP_OFF)
+    reference = (workspace.directory() / "metrics.jsonl").read_bytes()
+    lines = workspace.lines()
+    assert [line["contract/versions/s_old_max"] for line in lines[1:]] == [0, 1, 1, 1, 1]
+    assert [line["contract/versions/delta_gen_max"] for line in lines[1:]] == [0] * 5
+    workspace.directory().rename(workspace.directory("reference"))
+    interrupt(workspace, ONE_STEP_OFF, signal.SIGKILL, after=3)
+    workspace.train("--resume", overrides=ONE_STEP_OFF)
+    assert (workspace.directory() / "metrics.jsonl").read_bytes() == reference
+
+
+def test_fully_async_trains_whole_groups_once_and_its_books_add_up(workspace: Workspace) -> None:
+    overrides = {**FULLY_ASYNC, "schedule.max_weight_staleness": 1, "schedule.unused_groups": "retry"}
+    workspace.train(overrides=overrides)
+    lines, timings = workspace.lines(), workspace.lines("timings.jsonl")
+    assert [line["step"] for line in lines] == list(range(7))
+    assert max(line["contract/versions/s_old_max"] for line in lines[1:]) <= 1
+    assert [line["contract/versions/current"] for line in lines[1:]] == [0, 1, 2, 3, 4, 5]
+    assert undeclared(key for line in (*lines, *timings) for key in line) == []
+    assert not any(is_clock(key) for line in lines for key in line)
+    for line in lines[1:]:
+        counts = {name.removeprefix("async/"): value for name, value in line.items() if name.startswith("async/")}
+        check_books(counts)
+    (last,) = [event for event in workspace.lines("events.jsonl") if event["event"] == "ledger"]
+    check_books(last)
+    assert last["trained"] == 12
+    sessions = trained_sessions(workspace)
+    assert len(sessions) == len(set(sessions)) == 36
+
+
+def test_weights_published_every_second_step_age_data_in_versions_not_steps(workspace: Workspace) -> None:
+    workspace.train(
+        overrides={**FULLY_ASYNC, "schedule.update_weights_interval": 2, "schedule.on_weight_update": "in-place"}
+    )
+    published = [(e["version"], e["step"]) for e in workspace.lines("events.jsonl") if e["event"] == "publish"]
+    assert published == [(0, 0), (1, 2), (2, 4), (3, 6)]
+    assert [line["contract/versions/current"] for line in workspace.lines()[1:]] == [0, 0, 1, 1, 2, 2]
+
+
+def test_an_interrupted_fully_async_run_keeps_what_it_had_and_trains_nothing_twice(workspace: Workspace) -> None:
+    steps = {"schedule.steps": 8}
+    assert interrupt(workspace, {**FULLY_ASYNC, **steps}, signal.SIGINT, after=3) == 130
+    done = workspace.lines()[-1]["step"]
+    saved = sorted(path.name for path in (workspace.directory() / "checkpoints").iterdir())[-1]
+    assert saved == f"step_{done:06d}"
+    (first,) = [event for event in workspace.lines("events.jsonl") if event["event"] == "ledger"]
+    check_books(first)
+    assert interrupt(workspace, {**FULLY_ASYNC, **steps}, signal.SIGKILL, "--resume", after=done + 3) == -signal.SIGKILL
+    workspace.train("--resume", overrides={**FULLY_ASYNC, **steps})
+    events = workspace.lines("events.jsonl")
+    last = next(event for event in reversed(events) if event["event"] == "ledger")
+    check_books(last)
+    assert last["trained"] == 16
+    assert last["put_back"] == last["resubmitted"]
+    assert last["cut"] > 0
+    versions = [line["contract/versions/current"] for line in workspace.lines()[1:]]
+    assert versions == list(range(8))
+    sessions = trained_sessions(workspace)
+    assert len(sessions) == len(set(sessions)) == 48
