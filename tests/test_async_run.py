@@ -102,7 +102,6 @@ def test_an_interrupted_fully_async_run_keeps_what_it_had_and_trains_nothing_twi
     check_books(last)
     assert last["trained"] == 16
     assert last["put_back"] == last["resubmitted"]
-    assert last["cut"] > 0
     versions = [line["contract/versions/current"] for line in workspace.lines()[1:]]
     assert versions == list(range(8))
     sessions = trained_sessions(workspace)

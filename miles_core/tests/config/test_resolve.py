@@ -189,7 +189,7 @@ SOUND_BUT_FOR = {
     "MIL205": [*FULLY_ASYNC, "schedule.on_weight_update=abort"],
     "MIL206": [*FULLY_ASYNC, "schedule.group_size=4", "schedule.max_concurrent_samples=3"],
     "MIL207": ["schedule.buffer={use: bounded, capacity_factor: 3}"],
-    "MIL208": ["schedule.on_weight_update=in-place", "engine=mute"],
+    "MIL208": ["schedule.on_weight_update=in-place"],
     "MIL301": ["objective={kl_coef: 0.1, kl_estimator: k1}"],
     "MIL302": ["objective={kl_coef: 0.1, kl_in: reward}"],
     "MIL303": ["objective={kl_coef: 0.1}", "backend=plain"],

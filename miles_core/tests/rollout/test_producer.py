@@ -237,7 +237,7 @@ async def test_a_drain_finishes_what_runs_and_cuts_what_does_not_end() -> None:
 async def test_a_cancelled_take_puts_its_groups_back_in_order() -> None:
     producer = Bench().producer()
     async with running(producer):
-        taking = asyncio.create_task(producer.take(50))
+        taking = asyncio.create_task(producer.take(10_000))
         await asyncio.sleep(0.05)
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
