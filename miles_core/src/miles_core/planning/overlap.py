@@ -136,11 +136,18 @@ class Simulation:
         job = self.job
         if job.mode != "fully-async":
             return
-        while len(self.buffer) < self._capacity() and self._has_room():
+        while self._has_room():
             self.submit()
 
     def _has_room(self) -> bool:
         job = self.job
+        if len(self.buffer) > self._capacity():  # one of them waits for room in the real buffer
+            return False
+        if job.max_weight_staleness is not None:
+            # What would be over the limit by the time it is trained is not begun.
+            ahead = self.pending_groups + len(self.buffer) + (job.groups_per_step if self.training else 0)
+            if ahead // (job.groups_per_step * job.update_weights_interval) > job.max_weight_staleness:
+                return False
         if job.refill == "sample":
             return self.in_flight + job.group_size <= job.max_concurrent_samples
         return self.pending_groups < max(1, job.max_concurrent_samples // job.group_size)
