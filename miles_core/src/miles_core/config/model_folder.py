@@ -98,6 +98,18 @@ def read_config(path: Path) -> Mapping[str, Any]:
     return text if isinstance(text, dict) else config
 
 
+def tensor_headers(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype (as safetensors spells it) and shape of every stored tensor.
+
+    Raises:
+        ModelFolderError: naming the file that is missing or broken.
+    """
+    headers: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for file in _weight_files(path):
+        headers |= _header(file)
+    return headers
+
+
 def tensor_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Shape of every stored tensor, by name.
 

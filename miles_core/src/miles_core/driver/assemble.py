@@ -68,7 +68,7 @@ async def open_run(
         stack.push_async_callback(executor.close)
         with recorder.phase("start"), waiting("driver", on="the trainer and the engines to start"):
             trainer = await executor.start_trainer(trainer_spec(resolved, device))
-            engines = await executor.start_engines(engine_spec(resolved, device))
+            engines = await executor.start_engines(engine_spec(resolved, device, directory.logs))
         recorder.event("placed", **await executor.describe())
         transport: Transport = make(resolved, "transport")
         stack.push_async_callback(transport.close)

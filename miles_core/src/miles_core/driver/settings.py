@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from miles_core.config.resolve import Resolved, ResolvedRun
@@ -41,7 +42,7 @@ def trainer_spec(run: ResolvedRun, device: Device) -> TrainerSpec:
     )
 
 
-def engine_spec(run: ResolvedRun, device: Device) -> EngineSpec:
+def engine_spec(run: ResolvedRun, device: Device, logs: Path | None = None) -> EngineSpec:
     spec, engine = run.spec, run.one["engine"]
     return EngineSpec(
         load=engine.capability.load,
@@ -53,6 +54,7 @@ def engine_spec(run: ResolvedRun, device: Device) -> EngineSpec:
         seed=spec.seed,
         routes=spec.rollout.routes != "off",
         true_on_policy=spec.precision.true_on_policy,
+        log_dir=None if logs is None else str(logs.absolute()),
     )
 
 

@@ -177,6 +177,7 @@ class InProcessExecutor:
             index=index,
             routes=spec.routes,
             true_on_policy=spec.true_on_policy,
+            log_dir=spec.log_dir,
         )
 
 

@@ -62,6 +62,8 @@ class EngineContext:
     """Requests will ask for routes: an engine that must know beforehand (tag `records-routes`) does here."""
     true_on_policy: bool = False
     """Compute log-probs that the trainer reproduces bit for bit (tag `true-on-policy`)."""
+    log_dir: str | None = None
+    """Folder for logs of processes the engine starts; None outside a run."""
 
 
 class Engine(Protocol):

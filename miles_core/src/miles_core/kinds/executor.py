@@ -43,6 +43,7 @@ class EngineSpec:
     seed: int
     routes: bool = False
     true_on_policy: bool = False
+    log_dir: str | None = None
 
 
 class Trainer(WeightSource, Protocol):

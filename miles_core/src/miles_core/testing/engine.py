@@ -75,6 +75,11 @@ class EngineConformance(EnginePauses):
             async with self.serving(models.served) as (engine, _):
                 for limits in filters:
                     requests = [ask(p, name=str(i), max_tokens=8, seed=i, **limits) for i, p in enumerate(PROMPTS)]
+                    if not self.refused_filters.isdisjoint(limits):
+                        with refused(f"{limits} was accepted, and the engine says that it cannot") as error:
+                            await answers(engine, requests)
+                        assert all(name in error[0] for name in limits), f"the error does not name it: {error[0]}"
+                        continue
                     for request, answer in zip(requests, await answers(engine, requests), strict=True):
                         check_filtered(models.served, request, answer, self.tolerance)
 

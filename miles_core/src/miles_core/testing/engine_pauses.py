@@ -35,8 +35,13 @@ class ServingKit:
     """The tags its capability declares."""
     tolerance: ClassVar[float] = 1e-4
     """Greatest difference to the full forward's log-prob, in nats."""
+    refused_filters: ClassVar[frozenset[str]] = frozenset()
+    """Sampling parameters the engine refuses by name, in the mode under test."""
     deadline_s: ClassVar[float] = 60.0
     """A test that takes longer hangs."""
+    flight_tokens: ClassVar[int] = 14
+    """Output of requests that must still run when a pause reaches them; more, up to 60, for an engine that samples ahead
+    of its reader."""
 
     def make(self, context: EngineContext) -> Engine:
         raise NotImplementedError
@@ -98,7 +103,7 @@ class EnginePauses(ServingKit):
     def test_requests_in_flight_go_on_under_the_new_weights(self, models: Models) -> None:
         async def test() -> None:
             async with self.serving(models.served) as (engine, feed):
-                requests = [ask(p, name=str(i), max_tokens=14, temperature=0.0) for i, p in enumerate(PROMPTS)]
+                requests = [ask(p, name=str(i), max_tokens=self.flight_tokens, temperature=0.0) for i, p in enumerate(PROMPTS)]
                 first: Any = engine.generate(requests[0])
                 rest = asyncio.create_task(answers(engine, requests[1:]))
                 chunk = await anext(first)
@@ -106,13 +111,13 @@ class EnginePauses(ServingKit):
                 found = [await collect(first, [chunk]), *await rest]
             for request, answer in zip(requests, found, strict=True):
                 old = answer.versions.count(-1)
-                assert answer.versions == [-1] * old + [3] * (14 - old), f"versions {answer.versions}"
+                assert answer.versions == [-1] * old + [3] * (self.flight_tokens - old), f"versions {answer.versions}"
                 assert answer.token_ids[:old] == greedy(models.served, request.token_ids, old)
                 row = [*request.token_ids, *answer.token_ids[:old]]
-                assert answer.token_ids[old:] == greedy(models.published, row, 14 - old), (
+                assert answer.token_ids[old:] == greedy(models.published, row, self.flight_tokens - old), (
                     "tokens after the update are not those of the new weights over the whole row"
                 )
-            assert 0 < found[0].versions.count(-1) < 14, "no request was in flight during the update"
+            assert 0 < found[0].versions.count(-1) < self.flight_tokens, "no request was in flight during the update"
 
         self.run(test)
 
@@ -122,7 +127,7 @@ class EnginePauses(ServingKit):
 
         async def test() -> None:
             async with self.serving(models.served) as (engine, feed):
-                frozen = engine.generate(ask(prompt, name="frozen", max_tokens=14, temperature=0.0))
+                frozen = engine.generate(ask(prompt, name="frozen", max_tokens=self.flight_tokens, temperature=0.0))
                 first = await anext(frozen)
                 await publish(engine, feed, models.published, 0, "in-place")
                 beside = asyncio.create_task(
@@ -132,11 +137,11 @@ class EnginePauses(ServingKit):
                 (other,) = await beside
                 (after,) = await answers(engine, [ask(prompt, name="after", max_tokens=6, temperature=0.0)])
             old = answer.versions.count(-1)
-            assert answer.versions == [-1] * old + [0] * (14 - old), f"versions {answer.versions}"
-            assert 0 < old < 14, "the request was not in flight during the update"
+            assert answer.versions == [-1] * old + [0] * (self.flight_tokens - old), f"versions {answer.versions}"
+            assert 0 < old < self.flight_tokens, "the request was not in flight during the update"
             row = [*prompt, *answer.token_ids[:old]]
-            expected = greedy_over_old_kv(models.served, models.published, row, 14 - old)
-            fresh = greedy(models.published, row, 14 - old)
+            expected = greedy_over_old_kv(models.served, models.published, row, self.flight_tokens - old)
+            fresh = greedy(models.published, row, self.flight_tokens - old)
             assert expected != fresh, "the two models are too alike for this test"
             assert answer.token_ids[:old] == greedy(models.served, prompt, old), "tokens were sampled again"
             assert answer.token_ids[old:] != fresh, "the KV of a frozen request was recomputed"

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from miles_core.errors import EngineError
 from miles_core.types import NamedTensor, WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor, manifest, name_some
+from miles_core.weights.intake import Form, Intake
 
 
 def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
@@ -108,8 +109,8 @@ class Staging:
         self.version = version
         self.tensors: dict[str, Tensor] = {}
         self._views = views
-        self._buckets = 0
-        self._last = False
+        forms = {name: Form(view.dtype, tuple(view.shape)) for name, view in views.items()}
+        self._intake = Intake(version, forms, "engine local, staging")
 
     def take(self, buckets: Iterable[WeightBucket]) -> WeightManifest:
         """Take all buckets and account for them.
@@ -118,50 +119,8 @@ class Staging:
             EngineError: the buckets are not exactly this version of exactly these weights.
         """
         for bucket in buckets:
-            self._take(bucket)
-        missing = [name for name in self._views if name not in self.tensors]
-        if missing or not self._last:
-            raise self._error(
-                f"{len(missing)} of {len(self._views)} tensors are missing",
-                expected="every tensor of the model, and a bucket marked last",
-                found=f"{self._buckets} buckets without {name_some(missing)}" if missing else "no last bucket",
-            )
+            self._intake.admit(bucket)
+            for named in bucket.tensors:
+                self.tensors[named.name] = named.tensor.detach().to(self._views[named.name].device)
+        self._intake.finish()
         return manifest(self.version, (NamedTensor(name=name, tensor=t) for name, t in self.tensors.items()))
-
-    def _take(self, bucket: WeightBucket) -> None:
-        if bucket.version != self.version or bucket.index != self._buckets or self._last:
-            raise self._error(
-                "buckets came out of order",
-                expected=f"bucket {self._buckets} of version {self.version}" if not self._last else "no more buckets",
-                found=f"bucket {bucket.index} of version {bucket.version}",
-            )
-        self._buckets += 1
-        self._last = bucket.last
-        for named in bucket.tensors:
-            self._check(named)
-            device = self._views[named.name].device
-            self.tensors[named.name] = named.tensor.detach().to(device)
-
-    def _check(self, named: NamedTensor) -> None:
-        view = self._views.get(named.name)
-        if view is None:
-            close = name_some(sorted(self._views)[:3])
-            raise self._error(f"tensor {named.name} is unknown", expected=f"names such as {close}", found=named.name)
-        if named.name in self.tensors:
-            raise self._error(f"tensor {named.name} was sent twice", expected="every tensor once", found=named.name)
-        if named.tensor.shape != view.shape or named.tensor.dtype != view.dtype:
-            raise self._error(
-                f"tensor {named.name} does not fit",
-                expected=f"{view.dtype} {tuple(view.shape)}",
-                found=f"{named.tensor.dtype} {tuple(named.tensor.shape)}",
-            )
-
-    def _error(self, message: str, *, expected: str, found: str) -> EngineError:
-        return EngineError(
-            f"weight version {self.version} was refused: {message}",
-            expected=expected,
-            found=found,
-            where="engine local, staging",
-            do="compare the names, shapes and dtypes the backend exports with the served checkpoint's; "
-            "the engine goes on serving the version it had",
-        )

@@ -86,6 +86,7 @@ class RayExecutor:
                 index=index,
                 routes=spec.routes,
                 true_on_policy=spec.true_on_policy,
+                log_dir=spec.log_dir,
             )
             starts.append(actor.start.remote(spec.load, spec.options, context))
         await self._start(names, starts, EngineError)

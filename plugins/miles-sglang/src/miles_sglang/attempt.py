@@ -1,0 +1,103 @@
+"""One submission of a row to the server, from POST to the end of its stream."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
+
+from miles_core.errors import EngineError
+from miles_core.kinds.engine import Chunk
+from miles_core.types import FinishReason
+from miles_sglang.checkpoint import Checkpoint
+from miles_sglang.rows import Piece, Row, cut_at_stop, finish_of, last_chunk, parse, payload, routes_of, stretches
+from miles_sglang.server import Server
+
+
+class Attempt:
+    """Yields a row's chunks while its server serves it.
+
+    Args:
+        epoch: Counts changes of the weights; one that differs from the first means that tokens must wait for the spans.
+    """
+
+    def __init__(
+        self, row: Row, server: Server, checkpoint: Checkpoint, epoch: Callable[[], int], interval: int, where: str
+    ) -> None:
+        self._row, self._server, self._checkpoint = row, server, checkpoint
+        self._epoch, self._interval, self._where = epoch, interval, where
+        self._began = epoch()
+        self._prior = len(row.ids)
+        self._held = Piece([], [], {})
+        self._stopped = False  # a stop token came that the server does not stop at
+
+    async def chunks(self, version: int) -> AsyncIterator[Chunk]:
+        """Chunks, the last one with a finish reason unless the row was retracted.
+
+        Args:
+            version: Served now.
+
+        Raises:
+            ServerGone: the server died; the row holds the tokens that are certain.
+            EngineError: the server's answer makes no sense.
+        """
+        row = self._row
+        body = payload(row, checkpoint=self._checkpoint, epoch=self._began, stream_interval=self._interval)
+        complete = False
+        try:
+            async with aclosing(self._server.client.stream(body)) as events:
+                async for event in events:
+                    piece = parse(event, self._where)
+                    for chunk in self._take(piece, version):
+                        yield chunk
+                    complete = piece.finish is not None
+                    if self._stopped and not complete:
+                        await self._abort(row.rid)
+        finally:
+            rid, row.rid = row.rid, ""
+            if not complete:
+                await self._abort(rid)
+
+    def _take(self, piece: Piece, version: int) -> list[Chunk]:
+        row = self._row
+        if not row.ids and not self._held.ids:
+            row.cached = int(piece.meta.get("cached_tokens") or 0)
+        if not self._stopped:
+            self._stopped = cut_at_stop(piece, row.request.params.stop_token_ids)
+            self._held.ids += piece.ids
+            self._held.logprobs += piece.logprobs
+        if piece.finish is not None:
+            return self._finish(piece, version)
+        if self._epoch() != self._began or self._stopped:
+            return []  # sampled by either version, or the last token: the last event tells
+        return self._release([(len(self._held.ids), version)])
+
+    def _finish(self, piece: Piece, version: int) -> list[Chunk]:
+        row = self._row
+        reason = FinishReason.STOP if self._stopped else finish_of(piece, self._where)
+        spans = stretches(piece.meta, len(row.ids) - self._prior, len(self._held.ids), version, self._where)
+        chunks = self._release(list(spans))
+        on_wire = int(piece.meta["prompt_tokens"]) + int(piece.meta["completion_tokens"]) - 1
+        row.routes = routes_of(row, piece.meta, self._checkpoint, on_wire)
+        if reason is FinishReason.ABORT and row.ending == "retract":
+            row.ending = None
+            return chunks
+        at = chunks[-1].weight_version if chunks else version
+        return [*chunks, last_chunk(at, reason, row)]
+
+    def _release(self, spans: list[tuple[int, int]]) -> list[Chunk]:
+        """Hand out held tokens, as (tokens, version) in order."""
+        held, self._held = self._held, Piece([], [], {})
+        chunks: list[Chunk] = []
+        at = 0
+        for count, version in spans:
+            if count:
+                ids, logprobs = held.ids[at : at + count], held.logprobs[at : at + count]
+                self._row.ids += ids
+                chunks.append(Chunk(token_ids=tuple(ids), logprobs=tuple(logprobs), weight_version=version))
+                at += count
+        return chunks
+
+    async def _abort(self, rid: str) -> None:
+        """The reader has gone, or the stream has: the server must not go on."""
+        with suppress(EngineError):  # a server that is gone samples nothing
+            await self._server.client.post("/abort_request", {"rid": rid}, timeout_s=10)

@@ -1,0 +1,145 @@
+"""HTTP to one SGLang server: one pooled client, JSON both ways, failures as errors with the server's own words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, cast
+
+import aiohttp
+
+from miles_core.errors import EngineError
+
+Json = Mapping[str, Any]
+
+MAX_EVENT_BYTES = 2**28
+"""One line of a stream; routes of a long row are tens of MiB in one."""
+
+
+class ServerGone(EngineError):
+    """The connection failed: the server died, or was never there."""
+
+
+class Client:
+    """Talks to the server at `url`.
+
+    Args:
+        url: Such as ``http://127.0.0.1:30000``.
+        where: The engine's name, for errors.
+    """
+
+    def __init__(self, url: str, where: str) -> None:
+        self.url = url.rstrip("/")
+        self._where = f"{where} at {self.url}"
+        self._session: aiohttp.ClientSession | None = None
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # No limit: the engine may have thousands of requests in flight, and the server queues them.
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=0),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+                read_bufsize=2**20,
+            )
+        return self._session
+
+    async def close(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        return await self._ask("GET", path, None, timeout_s)
+
+    async def post(self, path: str, body: Json, *, timeout_s: float | None = None) -> Any:
+        """Send a JSON object.
+
+        Returns:
+            The decoded answer; the text itself where it is no JSON.
+
+        Raises:
+            ServerGone: there was no answer.
+            EngineError: the server refused, with its message.
+        """
+        return await self._ask("POST", path, body, timeout_s)
+
+    async def stream(self, body: Json) -> AsyncIterator[dict[str, Any]]:
+        """POST /generate and yield its events, each as decoded.
+
+        Raises:
+            ServerGone: the connection broke before the end.
+            EngineError: the server refused the request, or failed while it ran.
+        """
+        try:
+            async with self._http().post(f"{self.url}/generate", json=body) as response:
+                if response.status != 200:
+                    raise self._refused("POST", "/generate", response.status, await response.text())
+                async for event in _events(response.content):
+                    if event is None:
+                        return
+                    if "error" in event:
+                        raise self._refused("POST", "/generate", response.status, json.dumps(event["error"]))
+                    yield event
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._gone("/generate", error) from error
+        raise self._gone("/generate", None)
+
+    async def _ask(self, method: str, path: str, body: Json | None, timeout_s: float | None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30)
+        try:
+            async with self._http().request(method, self.url + path, json=body, timeout=timeout) as response:
+                text = await response.text()
+                if response.status != 200:
+                    raise self._refused(method, path, response.status, text)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{method} {path} was not answered", expected=f"an answer in {timeout_s} s", where=self._where
+            ) from error
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._gone(path, error) from error
+        try:
+            return json.loads(text)
+        except ValueError:
+            return text
+
+    def _refused(self, method: str, path: str, status: int, text: str) -> EngineError:
+        return EngineError(
+            f"the server refused {method} {path}", expected="200", found=f"{status}: {_message(text)}", where=self._where
+        )
+
+    def _gone(self, path: str, error: Exception | None) -> ServerGone:
+        found = "the connection ended early" if error is None else f"{type(error).__name__}: {error}"
+        return ServerGone(f"the server is gone ({path})", found=found, where=self._where)
+
+
+async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any] | None]:
+    """Server-sent events: one JSON object after each ``data:``, None for ``[DONE]``."""
+    parts: list[bytes] = []  # of the line that has not ended; joined once, since routes make lines of tens of MiB
+    size = 0
+    async for piece in content.iter_any():
+        *lines, rest = piece.split(b"\n")
+        if lines:
+            lines[0] = b"".join([*parts, lines[0]])
+            parts, size = [], 0
+        parts.append(rest)
+        size += len(rest)
+        if size > MAX_EVENT_BYTES:
+            raise EngineError("an event of the stream is too long", found=f"{size} bytes")
+        for line in lines:
+            if line.startswith(b"data: "):
+                yield None if line == b"data: [DONE]" else cast("dict[str, Any]", json.loads(line[6:]))
+
+
+def _message(text: str) -> str:
+    """The message inside an error body, whichever of the server's forms it has."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        return text[:500]
+    for key in ("message", "error", "detail"):
+        found = body.get(key) if isinstance(body, dict) else None
+        if isinstance(found, dict):
+            found = found.get("message", found)
+        if found:
+            return str(found)[:2000]
+    return text[:500]

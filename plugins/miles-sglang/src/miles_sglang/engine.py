@@ -1,0 +1,387 @@
+"""Engine `sglang`: a server of its own, or one that runs already, behind Miles' engine protocol.
+
+    CREATED ──start──> SERVING <──pause/resume──> PAUSED          any ──close──> CLOSED
+
+Weights are staged beside the server and enter it in `activate`. Its updates are in place, so the old version survives a
+failure not inside the server but in the store: the server is started again, or reloaded, with what it served. The same
+path serves a server that died; requests go on from the tokens they have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import tempfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles_core.errors import EngineError
+from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
+from miles_core.kinds.transport import Receiver
+from miles_core.types import FinishReason, WeightManifest
+from miles_core.watch import progress, waiting
+from miles_sglang.attempt import Attempt
+from miles_sglang.checkpoint import read_checkpoint
+from miles_sglang.client import ServerGone
+from miles_sglang.launch import LOADER
+from miles_sglang.options import SglangOptions
+from miles_sglang.requests import check_request, output_limit, rank_of, seed_of
+from miles_sglang.rows import Ending, Row, last_chunk
+from miles_sglang.server import Server
+from miles_sglang.staging import WeightStore
+from miles_sglang.updates import DiskUpdate, TensorUpdate, Update, checked, pack, session
+
+ABORT_AGAIN_S = 0.05
+"""An abort that overtakes its request finds nothing; it is sent until the request has ended."""
+
+
+class Life(StrEnum):
+    CREATED = "created"
+    SERVING = "serving"
+    PAUSED = "paused"
+    CLOSED = "closed"
+
+
+class SglangEngine:
+    """See `miles_core.kinds.engine.Engine`."""
+
+    def __init__(self, options: SglangOptions, context: EngineContext) -> None:
+        self._options, self._context = options, context
+        self._name = f"engine sglang {context.index}"
+        self._life = Life.CREATED
+        self._open = asyncio.Event()
+        self._version = -1
+        self._epoch = 0
+        self._frozen = False
+        self._rows: dict[Row, asyncio.Queue[Chunk | Exception]] = {}
+        self._arrivals = itertools.count()
+        self._rids = itertools.count()
+        self._receiver: Receiver | None = None
+        self._updating = asyncio.Lock()
+        self._counts = {"tokens_sampled": 0, "cached_tokens": 0, "resubmitted": 0}
+        self._checkpoint = read_checkpoint(Path(context.model_path), options.dtype)
+        self._store = WeightStore(self._checkpoint, options.staging_dir, self._name)
+        self._update = make_update(options)
+        self._server = Server(
+            options,
+            context,
+            self._checkpoint,
+            context_length=self._row_limit(),
+            url=self._url(),
+            store=self._store,
+            update=self._update,
+            where=self._name,
+            on_up=self._after_revival,
+        )
+
+    def _url(self) -> str | None:
+        urls = self._options.urls
+        if urls and self._context.index >= len(urls):
+            raise self._error(
+                "there are fewer addresses than engines",
+                expected=f"an address for engine {self._context.index}",
+                found=f"{len(urls)} in engine.urls",
+                do="set placement.engines to the number of addresses",
+            )
+        return urls[self._context.index] if urls else None
+
+    def _row_limit(self) -> int:
+        wanted, limit = self._context.context_length, self._checkpoint.context_length
+        if wanted is None and limit is None:
+            raise self._error(
+                "nobody says how long the context is",
+                expected="max_position_embeddings in config.json, or context_length",
+                found="neither",
+                do="set model.context_length",
+            )
+        if wanted is not None and limit is not None and wanted > limit:
+            raise self._error(
+                "the context length is longer than the checkpoint was made for",
+                expected=f"at most {limit} tokens (max_position_embeddings)",
+                found=f"context_length {wanted}",
+                do="lower model.context_length",
+            )
+        found = wanted or limit
+        assert found is not None
+        return found
+
+    # --- life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._life is not Life.CREATED:
+            raise self._error("the engine was started twice", expected="created", found=self._life)
+        try:
+            await self._server.start()
+        except BaseException:
+            await self.close()
+            raise
+        self._life = Life.SERVING
+        self._open.set()
+
+    async def close(self) -> None:
+        if self._life is Life.CLOSED:
+            return
+        self._life = Life.CLOSED
+        closed = self._error("the engine was closed", expected="an open engine", found="close() was called")
+        for news in self._rows.values():
+            news.put_nowait(closed)
+        if self._receiver is not None:
+            await asyncio.to_thread(self._receiver.close)
+        await self._update.close(None)
+        await self._server.close()
+        await asyncio.to_thread(self._store.close)
+
+    def _error(self, message: str, *, expected: str, found: str, do: str | None = None) -> EngineError:
+        return EngineError(message, expected=expected, found=found, where=self._name, do=do)
+
+    def _running(self) -> Server:
+        if self._life in (Life.CREATED, Life.CLOSED):
+            raise self._error("the engine is not serving", expected="a started engine", found=self._life)
+        return self._server
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        """Sample; see the protocol. Output ends with `length` when the context is full, whatever `max_tokens` says."""
+        self._running()
+        check_request(
+            request,
+            checkpoint=self._checkpoint,
+            context=self._row_limit(),
+            routes=self._context.routes and self._checkpoint.moe_layers is not None,
+            deterministic=self._options.deterministic,
+            where=self._name,
+        )
+        row = Row(
+            request,
+            seed_of(request, self._context.seed, self._context.index, next(self._arrivals)),
+            output_limit(request, self._row_limit()),
+            rank_of(request.session_id, self._options.data_parallel),
+        )
+        # A task of its own: pauses end attempts whether or not anybody reads their chunks at that moment.
+        self._rows[row] = news = asyncio.Queue()
+        task = asyncio.create_task(self._drive(row, news), name=f"{self._name}: {request.request_id}")
+        try:
+            while True:
+                with waiting(f"request {request.request_id}", on=self._name):
+                    item = await news.get()
+                if isinstance(item, Exception):
+                    raise item
+                self._running()
+                self._counts["tokens_sampled"] += len(item.token_ids)
+                yield item
+                if item.finish_reason is not None:
+                    self._counts["cached_tokens"] += item.cached_tokens
+                    return
+        finally:
+            del self._rows[row]
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    async def _drive(self, row: Row, news: asyncio.Queue[Chunk | Exception]) -> None:
+        try:
+            async with aclosing(self._chunks(row)) as chunks:
+                async for chunk in chunks:
+                    news.put_nowait(chunk)
+                    progress()
+        except Exception as error:  # noqa: BLE001 -- named boundary: whoever reads the request raises it
+            news.put_nowait(error)
+
+    async def _chunks(self, row: Row) -> AsyncIterator[Chunk]:
+        """Chunks of all attempts a row takes, to the one with the finish reason."""
+        while True:
+            await self._open.wait()
+            server = self._running()
+            if server.failure is not None:
+                raise server.failure
+            if row.ending == "abort":
+                yield last_chunk(self._version, FinishReason.ABORT, row)
+                return
+            if len(row.ids) >= row.limit:
+                yield last_chunk(self._version, FinishReason.LENGTH, row)
+                return
+            generation = server.generation
+            row.rid = f"{self._name}/{next(self._rids)}/{row.request.request_id}"
+            attempt = Attempt(
+                row, server, self._checkpoint, lambda: self._epoch, self._options.stream_interval, self._name
+            )
+            try:
+                async with aclosing(attempt.chunks(self._version)) as chunks:
+                    async for chunk in chunks:
+                        yield chunk
+                        if chunk.finish_reason is not None:
+                            return
+            except ServerGone:
+                self._running()
+                await server.revive(generation)
+            self._counts["resubmitted"] += 1
+
+    # --- pausing ------------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "retract") -> None:
+        server = self._running()
+        self._life = Life.PAUSED
+        self._open.clear()
+        server.idle_checks = False
+        if mode == "in-place" and not server.dialect.has("version-spans"):
+            await self.resume()
+            raise self._error(
+                "this server cannot be paused in place",
+                expected="sglang 0.5.19 or later, whose replies tell which weights made a token",
+                found=f"sglang {server.dialect.version}",
+                do="set schedule.pause: retract, or upgrade the server",
+            )
+        with waiting(f"pause of {self._name}", on="the server"):
+            try:
+                if mode == "abort":
+                    await self._end_rows("abort")
+                elif mode == "retract" and (self._context.routes or not server.dialect.has("safe-retract")):
+                    # With routes: a server's own retract would record those of the recomputation over the first ones.
+                    await self._end_rows("retract")
+                await server.client.post("/pause_generation", {"mode": "in_place" if mode == "in-place" else "retract"})
+                await server.barrier()
+            except ServerGone:
+                await server.revive(server.generation)
+        self._frozen = mode == "in-place" and any(row.rid for row in self._rows)
+
+    async def _end_rows(self, ending: Ending) -> None:
+        """Abort every attempt in flight; each row says by itself what that means for it."""
+        client = self._running().client
+        submitted = {row for row in self._rows if row.rid}
+        for row in self._rows:
+            # A row that an earlier pause took back has no attempt; it ends when it would begin another.
+            if row in submitted or (ending == "abort" and row.ids):
+                row.ending = ending
+        while any(row.rid for row in submitted):
+            await client.post("/abort_request", {"abort_all": True})  # one message: they must stop now, not in turn
+            await asyncio.sleep(ABORT_AGAIN_S)
+
+    async def resume(self) -> None:
+        server = self._running()
+        try:
+            await server.client.post("/continue_generation", {})
+        except ServerGone:
+            await server.revive(server.generation)
+        self._life = Life.SERVING
+        self._frozen = False
+        server.idle_checks = True
+        self._open.set()
+
+    def _after_revival(self) -> None:
+        self._epoch += 1
+        if self._server.failure is not None:
+            self._open.set()
+
+    # --- weights ------------------------------------------------------------------------------------------------------
+
+    async def open_receiver(self, make: Callable[[], Receiver]) -> None:
+        # In a thread of its own: making it may block until the sender is there, and requests must go on meanwhile.
+        self._receiver = await asyncio.to_thread(make)
+
+    async def receive(self, version: int) -> WeightManifest:
+        receiver = self._receiver
+        self._running()
+        if receiver is None:
+            raise self._error("no transport is connected", expected="open_receiver first", found="receive")
+        with waiting(f"{self._name}, weight version {version}", on="the trainer's buckets"):
+            received = await asyncio.to_thread(lambda: self._store.stage(version, receiver.receive(version)))
+        progress()
+        return received
+
+    async def activate(self, version: int) -> None:
+        self._running()
+        staged = self._store.staged
+        if staged is None or staged[0] != version:
+            raise self._error(
+                f"weight version {version} cannot be activated",
+                expected=f"version {version}, staged completely",
+                found="nothing staged" if staged is None else f"version {staged[0]} staged",
+                do="receive it first",
+            )
+        # Shielded: a caller that gives up must not leave new weights under the old version's number.
+        await asyncio.shield(self._swap(staged[1], version))
+        progress()
+
+    async def _swap(self, folder: Path, version: int) -> None:
+        server = self._server
+        async with self._updating:
+            self._epoch += 1
+            generation = server.generation
+            try:
+                await self._update.push(server.client, server.dialect, folder, version, flush=not self._frozen)
+                served = await server.served_version()
+                if served != str(version):
+                    raise self._error("the server serves another version", expected=str(version), found=served)
+            except EngineError as error:
+                # What the server holds now is unknown: back to the version that was served, whole.
+                self._store.drop_staged()
+                await server.revive(generation)
+                raise EngineError(
+                    f"weight version {version} did not enter the server",
+                    found=str(error),
+                    where=self._name,
+                    do=f"the server was reloaded and serves version {self._version} again; read its log",
+                ) from error
+            self._version = server.version = version
+            await asyncio.to_thread(self._store.commit)
+
+    async def version(self) -> int:
+        return self._version
+
+    async def scramble(self, seed: int) -> None:
+        await self._inside({"op": "scramble", "seed": seed})
+        self._epoch += 1
+
+    async def digests(self) -> Mapping[str, str]:
+        answer = await self._inside({"op": "digests"})
+        found: dict[str, str] = answer["digests"]
+        return found
+
+    async def _inside(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Have the plugin's code run inside the server, over its own weights."""
+        server = self._running()
+        if self._options.tensor_parallel > 1:
+            raise self._error("a rank holds slices only", expected="engine.tensor_parallel: 1", found="several ranks")
+        shapes = {name: list(form.shape) for name, form in self._checkpoint.forms.items()}
+        with tempfile.TemporaryDirectory(dir=self._store.root.parent) as folder:
+            answer = Path(folder) / "answer.json"
+            text = json.dumps({**request, "shapes": shapes, "answer": str(answer)})
+            body = {
+                "serialized_named_tensors": [pack([(text, torch.zeros(1))])],
+                "load_format": LOADER,
+                "flush_cache": True,
+            }
+            async with self._updating, session(server.client, server.dialect):
+                await checked(server.client, "/update_weights_from_tensor", body)
+            found: dict[str, Any] = json.loads(answer.read_text())
+        if "error" in found:
+            raise self._error("the served weights cannot be read", expected="a known layout", found=str(found["error"]))
+        return found
+
+    async def stats(self) -> Mapping[str, float]:
+        """Gauges and counts since the start: requests at the server and waiting, tokens sampled and reused, requests
+        sent again, starts of the server."""
+        running = sum(bool(row.rid) for row in self._rows)
+        return {
+            "running": float(running),
+            "waiting": float(len(self._rows) - running),
+            **{name: float(count) for name, count in self._counts.items()},
+            "server_starts": float(self._server.generation),
+        }
+
+
+def make_update(options: SglangOptions) -> Update:
+    """The way weights enter the server."""
+    if options.update == "tensor":
+        return TensorUpdate(options.tensor_parallel)
+    if options.update == "distributed":
+        from miles_sglang.group import GroupUpdate
+
+        return GroupUpdate(options.tensor_parallel * options.data_parallel, options.backend)
+    return DiskUpdate()

@@ -1,0 +1,80 @@
+"""Options of engine and teacher `sglang`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
+
+Setting = bool | int | float | str
+
+
+class ServerOptions(BaseModel):
+    """How one SGLang server is started and watched."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    python: str | None = None
+    """Interpreter of the environment that SGLang is installed in; null is the one Miles runs in."""
+    module: str = "sglang.launch_server"
+    """Module that starts the server; another one may prepare the process before it hands over."""
+    python_path: tuple[str, ...] = ()
+    """Folders put on the server's PYTHONPATH."""
+    env: dict[str, str] = {}
+    """Variables added to the server's environment."""
+    server_args: dict[str, Setting] = {}
+    """Further arguments of SGLang by their names, such as `attention_backend: triton`; true gives a bare flag. Those
+    that Miles sets itself are refused."""
+    tensor_parallel: PositiveInt = 1
+    """GPUs that one replica of the model is split over."""
+    data_parallel: PositiveInt = 1
+    """Replicas behind one server; a session stays with one of them."""
+    dtype: Literal["checkpoint", "float32", "bfloat16", "float16"] = "checkpoint"
+    """Precision of weights and computation. Published weights must come in it: nothing is rounded on the way."""
+    memory_fraction: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    """Share of the GPU's memory for weights and KV; null leaves SGLang's own choice."""
+    max_running_requests: PositiveInt | None = None
+    """Requests decoded together; null leaves SGLang's own choice."""
+    deterministic: bool = False
+    """SGLang's deterministic mode: a request's seed decides its tokens. Slower, and without min-p."""
+    log_dir: str | None = None
+    """Folder of the servers' logs, one file each; null is the run's `logs`, or none outside a run."""
+    start_timeout_s: PositiveFloat = 900.0
+    """How long a server may take to become ready; kernels may be compiled at the first start."""
+    health_interval_s: PositiveFloat = 30.0
+    """Time between two health checks, and how long the server may take to answer one."""
+    restarts: NonNegativeInt = 3
+    """Times a server that died or hangs is started again, with the weights it served."""
+
+    @model_validator(mode="after")
+    def _not_ours(self) -> ServerOptions:
+        if ours := sorted(name for name in self.server_args if name.replace("-", "_") in RESERVED):
+            raise ValueError(f"server_args: Miles sets {', '.join(ours)} itself; use the options or keys for it")
+        return self
+
+
+class SglangOptions(ServerOptions):
+    """Which servers sample, and how weights reach them."""
+
+    urls: tuple[str, ...] = ()
+    """Servers that run already, such as `http://host:30000`, one for each of `placement.engines`; empty starts them."""
+    stream_interval: PositiveInt = 8
+    """Tokens that travel in one message."""
+    update: Literal["disk", "tensor", "distributed"] = "disk"
+    """How staged weights enter the server: from files it reads, in the request itself, or broadcast to its ranks."""
+    staging_dir: str | None = None
+    """Where versions are staged; null is shared memory, else the temporary folder. With attached servers on another
+    host and `update: disk`, a folder both hosts see. Holds up to two versions."""
+    backend: Literal["gloo", "nccl"] = "gloo"
+    """Library of `update: distributed`; nccl needs GPUs that are not shared with the engine's process."""
+
+
+RESERVED = frozenset(
+    {
+        "model_path", "host", "port", "device", "dtype", "tp", "tp_size", "tensor_parallel_size", "dp", "dp_size",
+        "data_parallel_size", "context_length", "weight_version", "custom_weight_loader", "random_seed",
+        "incremental_streaming_output", "skip_server_warmup", "enable_return_routed_experts", "stream_interval",
+        "enable_deterministic_inference", "mem_fraction_static", "max_running_requests", "base_gpu_id",
+    }
+)  # fmt: skip
+"""Arguments of the server that follow from the run-file."""

@@ -1,0 +1,27 @@
+"""Engine and teacher `sglang`: SGLang servers, started by Miles or attached by address."""
+
+from miles_core.plugin import Capability, conflicts, hookimpl
+
+MILES_API = 1
+
+
+@hookimpl
+def miles_engines() -> list[Capability]:
+    return [
+        Capability(
+            name="sglang",
+            summary="SGLang servers, started by Miles or attached by address; for real GPUs and long runs",
+            load="miles_sglang.engine:SglangEngine",
+            options="miles_sglang.options:SglangOptions",
+            provides=frozenset({"version-spans", "verifies-weights", "streams", "records-routes", "pauses-in-place"}),
+            rules=(
+                conflicts(
+                    "check_weight_update_equal=true",
+                    "engine.tensor_parallel in (2, 3, 4, 6, 8, 16, 32, 64)",
+                    id="sglang-digests-one-rank",
+                    because="the served weights are compared tensor by tensor, and a rank of several holds only slices",
+                    instead="check_weight_update_equal: false, or engine.tensor_parallel: 1",
+                ),
+            ),
+        )
+    ]

@@ -1,0 +1,277 @@
+"""A server and its life: started or attached, watched, started again with the weights it served.
+
+    DOWN ──start──> UP ──dies, hangs, or loses its weights──> DOWN ──revive──> UP        revive fails ──> LOST
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from miles_core.errors import EngineError, MilesError
+from miles_core.kinds.engine import EngineContext
+from miles_core.watch import waiting
+from miles_sglang.checkpoint import Checkpoint
+from miles_sglang.client import Client, ServerGone
+from miles_sglang.dialect import Dialect
+from miles_sglang.launch import command, environment
+from miles_sglang.options import SglangOptions
+from miles_sglang.process import ServerProcess, free_port
+from miles_sglang.settings import check_settings
+from miles_sglang.staging import WeightStore
+from miles_sglang.updates import DiskUpdate, Update
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.2
+"""Between two questions whether a starting server is ready."""
+
+
+class Health(StrEnum):
+    DOWN = "down"
+    UP = "up"
+    LOST = "lost"
+
+
+class Server:
+    """One server of one engine.
+
+    Args:
+        url: Of a server to attach to; None starts one.
+        store: Holds the weights that a new start must load.
+        on_up: Called after each revival, before requests are taken.
+    """
+
+    def __init__(
+        self,
+        options: SglangOptions,
+        context: EngineContext,
+        checkpoint: Checkpoint,
+        *,
+        context_length: int,
+        url: str | None,
+        store: WeightStore,
+        update: Update,
+        where: str,
+        on_up: Callable[[], None],
+    ) -> None:
+        self._options, self._context, self._checkpoint = options, context, checkpoint
+        self._context_length, self._url, self._store, self._update = context_length, url, store, update
+        self._where, self._on_up = where, on_up
+        self._process: ServerProcess | None = None
+        self._client: Client | None = None
+        self._dialect: Dialect | None = None
+        self._watch: asyncio.Task[None] | None = None
+        self._reviving = asyncio.Lock()
+        self._revivals = 0
+        self._told = False
+        self.health = Health.DOWN
+        self.failure: EngineError | None = None
+        self.generation = 0
+        """Counts starts; a request that failed under an older one need not report its server again."""
+        self.version = -1
+        """Of the weights the server must serve."""
+        self.idle_checks = True
+        """Off while the server is paused: its health check would wait for a token."""
+
+    @property
+    def client(self) -> Client:
+        if self._client is None:
+            raise EngineError("the server is not running", found=self.health, where=self._where)
+        return self._client
+
+    @property
+    def dialect(self) -> Dialect:
+        if self._dialect is None:
+            raise EngineError("the server is not running", found=self.health, where=self._where)
+        return self._dialect
+
+    @property
+    def process(self) -> ServerProcess | None:
+        """None for an attached server."""
+        return self._process
+
+    async def start(self) -> None:
+        """Start or attach, check what is there, load the weights it must serve.
+
+        Raises:
+            EngineError: it did not start in time, is too old, or has settings that cannot work.
+        """
+        with waiting(self._where, on="the SGLang server to start" if self._url is None else f"the server at {self._url}"):
+            if self._url is None:
+                await self._launch()
+            else:
+                self._client = Client(self._url, self._where)
+            info = await self.client.get("/server_info", timeout_s=60)
+        self._dialect = Dialect.of(str(info.get("version")), self._where)
+        if not self._told:
+            self._told = True
+            for remark in self._dialect.remarks():
+                log.warning("%s: sglang %s: %s", self._where, self._dialect.version, remark)
+        check_settings(info, self._options, self._context, self._checkpoint, self._context_length, self._where)
+        await self.restore()
+        self.generation += 1
+        self.health = Health.UP
+        if self._watch is None:
+            self._watch = asyncio.create_task(self._watch_over(), name=f"{self._where}: health")
+
+    async def restore(self) -> None:
+        """Load the version that must be served, where the server does not have it."""
+        served = self._store.served
+        if served is not None:
+            await self._update.push(self.client, self.dialect, served, self.version, flush=True)
+        elif self._url is not None:
+            # Nobody knows what an attached server holds, nor whether an earlier run left it paused.
+            await self.client.post("/continue_generation", {})
+            await DiskUpdate().push(self.client, self.dialect, self._checkpoint.path, self.version, flush=True)
+
+    async def revive(self, generation: int) -> None:
+        """Bring a server that failed back, unless somebody did since `generation`.
+
+        Raises:
+            EngineError: it cannot be brought back; nor will it be later.
+        """
+        async with self._reviving:
+            if self.failure is not None:
+                raise self.failure
+            if self.generation != generation:
+                return
+            self.health = Health.DOWN
+            if self._revivals >= self._options.restarts:
+                self._lose("the server failed too often", f"at most {self._options.restarts} restarts", self._tail())
+            self._revivals += 1
+            log.warning("%s: the server failed and is brought back (%d): %s", self._where, self._revivals, self._tail())
+            try:
+                await self._stop()
+                await self.start()
+            except MilesError as error:
+                self._lose("the server failed and could not be brought back", "a server that serves", str(error))
+            self._on_up()
+
+    async def alive(self) -> bool:
+        """Whether the server answers and could generate."""
+        if self._process is not None and self._process.exit_code is not None:
+            return False
+        try:
+            await self.client.get("/health" if self.idle_checks else "/model_info", timeout_s=self._options.health_interval_s)
+        except EngineError:
+            return False
+        return True
+
+    async def served_version(self) -> str:
+        info: dict[str, Any] = await self.client.get("/model_info", timeout_s=60)
+        return str(info.get("weight_version"))
+
+    async def barrier(self) -> None:
+        """Return after the scheduler did everything it was told before: pauses are sent to it and not answered."""
+        await self.client.get("/server_info", timeout_s=60)
+
+    async def close(self) -> None:
+        if self._url is not None and self._client is not None:
+            with suppress(EngineError):  # an attached server goes on without us, if it goes on
+                await self._client.post("/abort_request", {"abort_all": True}, timeout_s=10)
+                await self._client.post("/continue_generation", {}, timeout_s=10)
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.cancel()
+            await asyncio.gather(watch, return_exceptions=True)
+        await self._stop()
+        self.health = Health.DOWN
+
+    async def _launch(self) -> None:
+        port = free_port()
+        argv = command(
+            self._options,
+            self._context,
+            context_length=self._context_length,
+            port=port,
+            version=-1,
+            stream_interval=self._options.stream_interval,
+        )
+        self._process = ServerProcess(argv, environment(self._options), self._log_file(), [self._store.root])
+        self._client = Client(f"http://127.0.0.1:{port}", self._where)
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                await self._until_ready(self._process)
+        except TimeoutError as error:
+            tail = self._tail()
+            await self._stop()
+            raise EngineError(
+                "the server did not become ready",
+                expected=f"ready in {self._options.start_timeout_s:g} s",
+                found=tail,
+                where=self._where,
+                do="read the log; raise engine.start_timeout_s if it was still loading or compiling",
+            ) from error
+
+    async def _until_ready(self, process: ServerProcess) -> None:
+        while True:
+            if process.exit_code is not None:
+                raise EngineError(
+                    "the server ended while it started",
+                    found=f"exit code {process.exit_code}: {self._tail()}",
+                    where=self._where,
+                    do=f"read {process.log}" if process.log else "set engine.log_dir and try again",
+                )
+            try:
+                await self.client.get("/model_info", timeout_s=5)
+                await self.client.get("/health", timeout_s=30)
+                return
+            except EngineError:
+                await asyncio.sleep(POLL_S)
+
+    def _log_file(self) -> Path | None:
+        folder = self._options.log_dir or self._context.log_dir
+        if folder is None:
+            return None
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        return path / f"engine-{self._context.index}.log"
+
+    async def _watch_over(self) -> None:
+        """Bring the server back when its process ends or its health check fails, whether or not anybody asks for it."""
+        while True:
+            process, generation = self._process, self.generation
+            if process is None:
+                await asyncio.sleep(self._options.health_interval_s)
+            else:
+                try:
+                    async with asyncio.timeout(self._options.health_interval_s):
+                        await process.wait()
+                except TimeoutError:
+                    pass
+            if self.failure is not None:
+                return
+            if not await self.alive() and self.generation == generation:
+                try:
+                    await self.revive(generation)
+                except EngineError as error:
+                    log.error("%s: %s", self._where, error)  # every request raises it too
+                    return
+
+    async def _stop(self) -> None:
+        client, self._client = self._client, None
+        if client is not None:
+            await client.close()
+        process, self._process = self._process, None
+        if process is not None:
+            await process.stop()
+
+    def _lose(self, message: str, expected: str, found: str) -> None:
+        self.health = Health.LOST
+        self.failure = EngineError(
+            message, expected=expected, found=found, where=self._where, do="read the engine's log; resume the run"
+        )
+        self._on_up()  # those who wait for it must hear of it
+        raise self.failure
+
+    def _tail(self) -> str:
+        return self._process.tail().strip()[-800:] if self._process is not None else f"attached at {self._url}"
+
+
+__all__ = ["Health", "Server", "ServerGone"]

@@ -1,0 +1,75 @@
+"""What a server's settings must be for a run, and which of them are not; all problems at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from miles_core.errors import EngineError
+from miles_core.kinds.engine import EngineContext
+from miles_sglang.checkpoint import Checkpoint
+from miles_sglang.launch import SPARE_TOKENS
+from miles_sglang.options import SglangOptions
+
+
+def check_settings(
+    info: Mapping[str, Any],
+    options: SglangOptions,
+    context: EngineContext,
+    checkpoint: Checkpoint,
+    context_length: int,
+    where: str,
+) -> None:
+    """Compare GET /server_info with what the run needs.
+
+    Raises:
+        EngineError: naming every setting that cannot work, with the flag that mends it.
+    """
+    found = list(problems(info, options, context, checkpoint, context_length))
+    if found:
+        raise EngineError(
+            f"{len(found)} settings of the server do not fit this run",
+            expected="a server started for it",
+            found="; ".join(found),
+            where=where,
+            do="start the server with the flags named, or change the run-file",
+        )
+
+
+def problems(
+    info: Mapping[str, Any],
+    options: SglangOptions,
+    context: EngineContext,
+    checkpoint: Checkpoint,
+    context_length: int,
+) -> Iterator[str]:
+    """One sentence for each setting that cannot work."""
+    if not info.get("incremental_streaming_output"):
+        yield "replies repeat all earlier tokens: --incremental-streaming-output"
+    if context.routes and not info.get("enable_return_routed_experts"):
+        yield "routes are on and the server records none: --enable-return-routed-experts"
+    if bool(info.get("enable_deterministic_inference")) != options.deterministic:
+        wanted = "with" if options.deterministic else "without"
+        yield f"engine.deterministic is {str(options.deterministic).lower()}: {wanted} --enable-deterministic-inference"
+    for name, wanted_size in (("tp_size", options.tensor_parallel), ("dp_size", options.data_parallel)):
+        if info.get(name) not in (None, wanted_size):
+            yield f"{name} is {info[name]}, the run-file says {wanted_size}: --{name.replace('_', '-')}={wanted_size}"
+    available = info.get("context_length")
+    if available is not None and available < context_length + SPARE_TOKENS:
+        yield f"context of {available} tokens: --context-length={context_length + SPARE_TOKENS} or more"
+    capacity = info.get("max_total_num_tokens")
+    if isinstance(capacity, int) and capacity < context_length:
+        yield f"KV for {capacity} tokens cannot hold one row of {context_length}: raise --mem-fraction-static"
+    dtype = info.get("dtype")
+    if options.dtype != "checkpoint" and dtype not in (None, options.dtype):
+        yield f"dtype is {dtype}, the run-file says {options.dtype}: --dtype={options.dtype}"
+    if info.get("skip_tokenizer_init"):
+        yield "without a tokenizer there are no stop strings: without --skip-tokenizer-init"
+    if info.get("speculative_algorithm"):
+        yield "speculative decoding changes what is sampled under other weights: without --speculative-algorithm"
+    if info.get("quantization") and options.dtype != "checkpoint":
+        yield f"weights are quantised ({info['quantization']}): without --quantization"
+    if info.get("preferred_sampling_params"):
+        yield "the server alters sampling: without --preferred-sampling-params"
+    if info.get("disaggregation_mode") not in (None, "null"):
+        yield "prefill and decode are separate servers: without --disaggregation-mode"
