@@ -68,9 +68,7 @@ StartServer = Callable[..., Live]
 
 
 @pytest.fixture(scope="session")
-def start_server(
-    cpu_options: dict[str, object], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[StartServer]:
+def start_server(cpu_options: dict[str, object], tmp_path_factory: pytest.TempPathFactory) -> Iterator[StartServer]:
     """Start a server by hand, as someone who will attach to it would; all end with the session."""
     started: list[Live] = []
 

@@ -40,8 +40,8 @@ class ServingKit:
     deadline_s: ClassVar[float] = 60.0
     """A test that takes longer hangs."""
     flight_tokens: ClassVar[int] = 14
-    """Output of requests that must still run when a pause reaches them; more, up to 60, for an engine that samples ahead
-    of its reader."""
+    """Output of requests that must still run when a pause reaches them; more, up to 60, for an engine that samples
+    ahead of its reader."""
 
     def make(self, context: EngineContext) -> Engine:
         raise NotImplementedError
@@ -103,7 +103,9 @@ class EnginePauses(ServingKit):
     def test_requests_in_flight_go_on_under_the_new_weights(self, models: Models) -> None:
         async def test() -> None:
             async with self.serving(models.served) as (engine, feed):
-                requests = [ask(p, name=str(i), max_tokens=self.flight_tokens, temperature=0.0) for i, p in enumerate(PROMPTS)]
+                requests = [
+                    ask(p, name=str(i), max_tokens=self.flight_tokens, temperature=0.0) for i, p in enumerate(PROMPTS)
+                ]
                 first: Any = engine.generate(requests[0])
                 rest = asyncio.create_task(answers(engine, requests[1:]))
                 chunk = await anext(first)

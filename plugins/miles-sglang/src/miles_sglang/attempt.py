@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing, suppress
 
 from miles_core.errors import EngineError
@@ -30,7 +30,7 @@ class Attempt:
         self._held = Piece([], [], {})
         self._stopped = False  # a stop token came that the server does not stop at
 
-    async def chunks(self, version: int) -> AsyncIterator[Chunk]:
+    async def chunks(self, version: int) -> AsyncGenerator[Chunk]:
         """Chunks, the last one with a finish reason unless the row was retracted.
 
         Args:

@@ -78,12 +78,14 @@ def _served(stored: torch.dtype, wanted: str) -> torch.dtype:
 
 def _moe_layers(names: Any, layers: int) -> tuple[int, ...]:
     """Layers that store experts; the tensors are the only statement all architectures share."""
-    found = {int(name.split(".layers.")[1].split(".")[0]) for name in names if ".layers." in name and ".experts" in name}
+    found = {
+        int(name.split(".layers.")[1].split(".")[0]) for name in names if ".layers." in name and ".experts" in name
+    }
     return tuple(sorted(layer for layer in found if layer < layers))
 
 
 def _stops(path: Path, config: dict[str, Any]) -> frozenset[int]:
-    """End tokens of config, generation config and tokenizer, and the one that SGLang adds to a tokenizer that has it."""
+    """End tokens of config, generation config and tokenizer, and the one that SGLang adds where a tokenizer has it."""
     ids: set[int] = set()
     for source in (config, _json(path / "generation_config.json")):
         found = source.get("eos_token_id")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from typing import Any, cast
 
 import aiohttp
@@ -63,7 +63,7 @@ class Client:
         """
         return await self._ask("POST", path, body, timeout_s)
 
-    async def stream(self, body: Json) -> AsyncIterator[dict[str, Any]]:
+    async def stream(self, body: Json) -> AsyncGenerator[dict[str, Any]]:
         """POST /generate and yield its events, each as decoded.
 
         Raises:
@@ -104,7 +104,10 @@ class Client:
 
     def _refused(self, method: str, path: str, status: int, text: str) -> EngineError:
         return EngineError(
-            f"the server refused {method} {path}", expected="200", found=f"{status}: {_message(text)}", where=self._where
+            f"the server refused {method} {path}",
+            expected="200",
+            found=f"{status}: {_message(text)}",
+            where=self._where,
         )
 
     def _gone(self, path: str, error: Exception | None) -> ServerGone:

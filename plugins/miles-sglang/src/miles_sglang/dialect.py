@@ -22,7 +22,9 @@ class Feature:
 
 
 FEATURES = {
-    "version-spans": Feature(Version("0.5.19"), "in-place pauses are refused: no reply tells which weights made a token"),
+    "version-spans": Feature(
+        Version("0.5.19"), "in-place pauses are refused: no reply tells which weights made a token"
+    ),
     "ready-route": Feature(Version("0.5.20"), "readiness is asked for with a health check that generates a token"),
     "update-sessions": Feature(Version("0.5.21"), "weights are loaded without a session around them"),
     "safe-retract": Feature(

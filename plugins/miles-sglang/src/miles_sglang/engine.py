@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import json
 import tempfile
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import aclosing
 from enum import StrEnum
 from pathlib import Path
@@ -165,7 +165,8 @@ class SglangEngine:
             rank_of(request.session_id, self._options.data_parallel),
         )
         # A task of its own: pauses end attempts whether or not anybody reads their chunks at that moment.
-        self._rows[row] = news = asyncio.Queue()
+        news: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
+        self._rows[row] = news
         task = asyncio.create_task(self._drive(row, news), name=f"{self._name}: {request.request_id}")
         try:
             while True:
@@ -193,7 +194,7 @@ class SglangEngine:
         except Exception as error:  # noqa: BLE001 -- named boundary: whoever reads the request raises it
             news.put_nowait(error)
 
-    async def _chunks(self, row: Row) -> AsyncIterator[Chunk]:
+    async def _chunks(self, row: Row) -> AsyncGenerator[Chunk]:
         """Chunks of all attempts a row takes, to the one with the finish reason."""
         while True:
             await self._open.wait()

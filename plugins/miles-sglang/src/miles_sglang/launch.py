@@ -18,7 +18,13 @@ LOADER = "miles_sglang_worker.handle"
 
 
 def command(
-    options: ServerOptions, context: EngineContext, *, context_length: int, port: int, version: int, stream_interval: int
+    options: ServerOptions,
+    context: EngineContext,
+    *,
+    context_length: int,
+    port: int,
+    version: int,
+    stream_interval: int,
 ) -> list[str]:
     """Arguments of the server's process.
 

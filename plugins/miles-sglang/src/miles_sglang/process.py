@@ -66,7 +66,7 @@ class ServerProcess:
 
     async def wait(self) -> int:
         """Until the process ends by itself."""
-        while (code := self._process.poll()) is None:
+        while (code := self._process.poll()) is None:  # noqa: ASYNC110 -- a process has no event to wait for
             await asyncio.sleep(0.2)
         return code
 
@@ -75,7 +75,7 @@ class ServerProcess:
         self._signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TERMINATE_S):
-                while self._process.poll() is None:
+                while self._process.poll() is None:  # noqa: ASYNC110
                     await asyncio.sleep(0.05)
         self.kill()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import GenerateRequest
@@ -63,7 +64,7 @@ def rank_of(session_id: str, ranks: int) -> int | None:
     return int.from_bytes(hashlib.blake2b(session_id.encode(), digest_size=8).digest(), "little") % ranks
 
 
-def _prompt_problem(token_ids: tuple[int, ...], vocabulary: int, context: int) -> Problem | None:
+def _prompt_problem(token_ids: Sequence[int], vocabulary: int, context: int) -> Problem | None:
     if not token_ids:
         return "the prompt is empty", "at least one token id", "none", "begin with the tokenizer's BOS token"
     if len(token_ids) >= context:

@@ -157,7 +157,10 @@ def stretches(meta: dict[str, Any], already: int, count: int, current: int, wher
             at = stop
     if at < end:
         raise EngineError(
-            "the server's version spans do not cover its tokens", expected=f"{end} tokens", found=str(spans), where=where
+            "the server's version spans do not cover its tokens",
+            expected=f"{end} tokens",
+            found=str(spans),
+            where=where,
         )
 
 
@@ -208,7 +211,9 @@ def finish_of(piece: Piece, where: str) -> FinishReason:
         return FinishReason.STOP
     if kind == "abort" and finish.get("status_code") is None:
         return FinishReason.ABORT
-    raise EngineError("the server ended a request with an error", expected="stop or length", found=str(finish), where=where)
+    raise EngineError(
+        "the server ended a request with an error", expected="stop or length", found=str(finish), where=where
+    )
 
 
 def last_chunk(version: int, reason: FinishReason, row: Row) -> Chunk:

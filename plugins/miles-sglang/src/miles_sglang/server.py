@@ -1,6 +1,6 @@
 """A server and its life: started or attached, watched, started again with the weights it served.
 
-    DOWN ──start──> UP ──dies, hangs, or loses its weights──> DOWN ──revive──> UP        revive fails ──> LOST
+DOWN ──start──> UP ──dies, hangs, or loses its weights──> DOWN ──revive──> UP        revive fails ──> LOST
 """
 
 from __future__ import annotations
@@ -102,7 +102,9 @@ class Server:
         Raises:
             EngineError: it did not start in time, is too old, or has settings that cannot work.
         """
-        with waiting(self._where, on="the SGLang server to start" if self._url is None else f"the server at {self._url}"):
+        with waiting(
+            self._where, on="the SGLang server to start" if self._url is None else f"the server at {self._url}"
+        ):
             if self._url is None:
                 await self._launch()
             else:
@@ -158,7 +160,9 @@ class Server:
         if self._process is not None and self._process.exit_code is not None:
             return False
         try:
-            await self.client.get("/health" if self.idle_checks else "/model_info", timeout_s=self._options.health_interval_s)
+            await self.client.get(
+                "/health" if self.idle_checks else "/model_info", timeout_s=self._options.health_interval_s
+            )
         except EngineError:
             return False
         return True

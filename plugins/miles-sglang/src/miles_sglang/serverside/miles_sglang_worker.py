@@ -99,9 +99,7 @@ def locate(served: Mapping[str, Tensor], name: str, shapes: Shapes) -> Tensor | 
     return None
 
 
-def _expert(
-    served: Mapping[str, Tensor], experts: str, index: int, part: str, shape: tuple[int, ...]
-) -> Tensor | None:
+def _expert(served: Mapping[str, Tensor], experts: str, index: int, part: str, shape: tuple[int, ...]) -> Tensor | None:
     """Experts are stacked: gate over up in one tensor, down in another."""
     stacked = served.get(f"{experts}.{'w2_weight' if part == 'down_proj' else 'w13_weight'}")
     if stacked is None or index >= stacked.shape[0]:

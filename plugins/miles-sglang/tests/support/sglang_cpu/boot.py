@@ -2,7 +2,7 @@
 
 Three gaps, all at import: the kernel package has no CPU wheel (its CPU names are imported whatever the CPU can do, and
 called only where AMX kernels exist), torchvision's wheel is linked against CUDA and registers shapes for operators that
-then do not exist, and the capture of expert routes pins host memory. Import this module before sglang, in every process.
+then do not exist, and the capture of expert routes pins host memory. Import this before sglang, in every process.
 """
 
 from __future__ import annotations
