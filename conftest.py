@@ -5,4 +5,5 @@ In importlib mode pytest would otherwise register the folder `miles_core/` as th
 
 import miles_core  # noqa: F401
 import miles_fsdp  # noqa: F401
+import miles_megatron  # noqa: F401
 import miles_transports  # noqa: F401

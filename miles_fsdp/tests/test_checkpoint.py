@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from miles_core.errors import CheckpointError
-from miles_fsdp import checkpoint
+from miles_core.trainer import checkpoint
 
 
 def state(value: float = 1.0) -> dict[str, torch.Tensor]:

@@ -23,16 +23,17 @@ from miles_core.errors import ConfigError, ContractError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
 from miles_core.kinds.loss import Loss
 from miles_core.numerics import ops
+from miles_core.trainer import checkpoint
 from miles_core.trainer.folder import write_folder
 from miles_core.trainer.objective import RankReport, Sums, combine, micro_batch_loss
+from miles_core.trainer.offload import Offloader
 from miles_core.trainer.packing import scored_positions
 from miles_core.types import Float32, TrainBatch, WeightBucket
-from miles_fsdp import checkpoint, optim, true_on_policy
+from miles_fsdp import optim, true_on_policy
 from miles_fsdp.export import Exporter
 from miles_fsdp.logprobs import log_sum_exp
 from miles_fsdp.mesh import PlainWeights, ShardedWeights, Weights, build_mesh, shard_size
 from miles_fsdp.model import LoadedModel, PackedScorer, checkpoint_dtype, checkpoint_layers, load_model
-from miles_fsdp.offload import Offloader
 from miles_fsdp.options import FsdpOptions
 from miles_fsdp.packing import pack
 from miles_fsdp.probe import check_packing

@@ -115,7 +115,7 @@ class BackendConformance:
         backend = self.make(self.context(model_path, loss=loss), micro_batch_tokens=budget)
         before = weights(backend)
         metrics = backend.train_step(batch).values
-        found = _gradients(before, weights(backend), _optimizer())
+        found = gradients_of(before, weights(backend), _optimizer())
         backend.close()
         expected = expected_update(model_path, batch, loss)
         largest = max(float(g.abs().max()) for g in expected.gradients.values())
@@ -143,7 +143,7 @@ class BackendConformance:
         backend = self.make(self.context(model_path, optimizer=optimizer), micro_batch_tokens=FEW)
         before = weights(backend)
         steps = [backend.train_step(batch).values]
-        found = _gradients(before, weights(backend), replace(optimizer, lr=0.25))
+        found = gradients_of(before, weights(backend), replace(optimizer, lr=0.25))
         steps += [backend.train_step(batch).values for _ in range(3)]
         backend.close()
         norm = torch.stack([g.double().square().sum() for g in found.values()]).sum().sqrt()
@@ -362,7 +362,7 @@ def _loss(**changes: Any) -> LossSettings:
     return replace(LossSettings(load=SURROGATE), **changes)
 
 
-def _gradients(
+def gradients_of(
     before: Mapping[str, Tensor], after: Mapping[str, Tensor], optimizer: OptimizerSettings
 ) -> dict[str, Tensor]:
     """Invert AdamW's first step: with ``d = (before - after) / lr = g / (|g| + eps)``, ``g = d eps / (1 - |d|)``."""

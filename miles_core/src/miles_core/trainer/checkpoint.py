@@ -35,8 +35,14 @@ FORMAT = 1
 MANIFEST = "trainer.json"
 
 
-def save(directory: Path, tensors: Mapping[str, Tensor], *, updates: int) -> None:
+def save(
+    directory: Path, tensors: Mapping[str, Tensor], *, updates: int, described: Mapping[str, Tensor] | None = None
+) -> None:
     """Write the state of all ranks. A collective when torch.distributed is initialised.
+
+    Args:
+        tensors: This rank's part: whole tensors, DTensors, or `trainer.chunk.Chunk`.
+        described: Shape and dtype of every tensor over all ranks; None where every rank has all.
 
     Raises:
         CheckpointError: the disk is full or the folder cannot be written.
@@ -50,7 +56,7 @@ def save(directory: Path, tensors: Mapping[str, Tensor], *, updates: int) -> Non
         with _one_process_is_meant():
             dcp_save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=not distributed)
         if not distributed or dist.get_rank() == 0:
-            _write_manifest(directory, tensors, updates)
+            _write_manifest(directory, tensors if described is None else described, updates)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(
             "the trainer's state cannot be saved",
@@ -63,17 +69,18 @@ def save(directory: Path, tensors: Mapping[str, Tensor], *, updates: int) -> Non
         dist.barrier()
 
 
-def load(directory: Path, tensors: Mapping[str, Tensor]) -> int:
+def load(directory: Path, tensors: Mapping[str, Tensor], *, described: Mapping[str, Tensor] | None = None) -> int:
     """Fill `tensors` in place; return the number of optimizer steps taken. A collective like `save`.
 
     Raises:
         CheckpointError: absent, half written, damaged, or of another model.
     """
     manifest = _read_manifest(directory)
-    if manifest["state"] != _fingerprint(tensors):
+    wanted = tensors if described is None else described
+    if manifest["state"] != _fingerprint(wanted):
         raise CheckpointError(
             "the checkpoint belongs to another model",
-            expected=f"{len(tensors)} tensors with the names and shapes of this model",
+            expected=f"{len(wanted)} tensors with the names and shapes of this model",
             found=f"{manifest['count']} tensors, or other names or shapes",
             where=str(directory),
             do="resume with the run-file that wrote it, or start a new run",

@@ -1,0 +1,3 @@
+"""The training backend `megatron`."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,1 @@
+"""Tables of the architectures that come with the backend."""

@@ -1,0 +1,146 @@
+"""A Hugging Face folder read tensor by tensor: names, shapes and dtypes at once, values when asked for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from miles_core.errors import ConfigError
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
+
+
+class Fields(Mapping[str, Any]):
+    """A transformers config as a mapping, under every name that its class knows a field by."""
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._config, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._config.to_dict())
+
+    def __len__(self) -> int:
+        return len(self._config.to_dict())
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    """What a folder holds."""
+
+    path: Path
+    config: Any
+    """transformers' config of the language model."""
+    tensors: Mapping[str, Tensor]
+    """Shape and dtype by name, on the meta device, in the files' order."""
+    files: Mapping[str, Path]
+
+    def read(self, name: str) -> Tensor:
+        """The tensor on the CPU.
+
+        Raises:
+            ConfigError: it cannot be read.
+        """
+        try:
+            with safe_open(self.files[name], framework="pt") as file:
+                tensor: Tensor = file.get_tensor(name)
+                return tensor
+        except (OSError, SafetensorError) as error:
+            raise _unusable(self.path, f"{name}: {error}") from error
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the config says it is in; float32 where it says nothing."""
+        found: torch.dtype = getattr(self.config, "dtype", None) or torch.float32
+        return found
+
+
+def open_folder(path: str) -> ModelFolder:
+    """Read config and headers.
+
+    Raises:
+        ConfigError: no such folder, not a known model, quantised, or a file is missing or damaged.
+    """
+    folder = Path(path)
+    config = _config(folder)
+    tensors: dict[str, Tensor] = {}
+    files: dict[str, Path] = {}
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 - not a mapping
+                    part = opened.get_slice(name)
+                    dtype = _DTYPES.get(part.get_dtype())
+                    if dtype is None:
+                        raise _unusable(folder, f"{name} is {part.get_dtype()}")
+                    tensors[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+                    files[name] = file
+        except (OSError, SafetensorError) as error:
+            raise _unusable(folder, f"{file.name}: {error}") from error
+    return ModelFolder(folder, config, tensors, files)
+
+
+def _config(folder: Path) -> Any:
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            "the model folder does not exist" if not folder.is_dir() else "the model folder has no config.json",
+            expected="a Hugging Face folder with config.json, safetensors and tokenizer",
+            found="a folder without config.json" if folder.is_dir() else "nothing",
+            where=str(folder),
+            do="check model.path; a model id of a hub is not a folder",
+        )
+    try:
+        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(
+            "config.json does not describe a known model",
+            expected="a model_type that transformers knows",
+            found=str(error).splitlines()[0],
+            where=str(folder),
+            do="check model.path, or install a newer transformers",
+        ) from error
+    if getattr(config, "quantization_config", None) is not None:
+        raise ConfigError(
+            "the checkpoint is quantised",
+            expected="weights in float32, bfloat16 or float16",
+            found="a quantization_config in config.json",
+            where=str(folder),
+            do="train from the unquantised checkpoint",
+        )
+    return config.get_text_config()
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        return [folder / name for name in names]
+    return [folder / "model.safetensors"]
+
+
+def _unusable(folder: Path, found: str) -> ConfigError:
+    return ConfigError(
+        "the model cannot be loaded",
+        expected="complete safetensors in float32, bfloat16 or float16",
+        found=found,
+        where=str(folder),
+        do="check model.path",
+    )

@@ -1,0 +1,115 @@
+"""What ranks do in tests: each scenario is a function of its place that returns what it found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from miles_core.kinds.backend import BackendContext, LossSettings, OptimizerSettings
+from miles_core.testing.backend import weights
+from miles_core.testing.backend_oracle import SURROGATE, example_batch
+from miles_core.types import TrainBatch
+from miles_megatron.backend import MegatronBackend
+from miles_megatron.options import MegatronOptions
+
+LENGTHS = (7, 2, 19, 12, 5, 3)
+LOSS = LossSettings(load=SURROGATE, entropy_coef=0.05, kl_coef=0.3, options={"power": 0.5})
+PROBE = OptimizerSettings(
+    lr=1.0,
+    betas=(0.9, 0.95),
+    eps=100.0,
+    weight_decay=0.0,
+    schedule="constant",
+    warmup_steps=0,
+    min_lr_ratio=0.0,
+    total_steps=10,
+    clip_grad_norm=None,
+)
+"""With a large epsilon, the change of the weights tells the gradient."""
+TRAINING = replace(PROBE, lr=0.05, eps=1e-8, schedule="cosine", warmup_steps=1, clip_grad_norm=0.1, weight_decay=0.1)
+
+
+@dataclass(frozen=True)
+class Place:
+    rank: int
+    world: int
+    folder: Path
+    device: str
+
+    def context(self, model: str, **changes: Any) -> BackendContext:
+        context = BackendContext(
+            model_path=str(self.folder / model),
+            device=self.device if self.device == "cpu" else f"{self.device}:{self.rank}",
+            rank=self.rank,
+            world_size=self.world,
+            seed=0,
+            optimizer=PROBE,
+            loss=LOSS,
+            reference=False,
+        )
+        return replace(context, **changes)
+
+    def make(self, model: str, *, changes: dict[str, Any] | None = None, **options: Any) -> MegatronBackend:
+        settings: dict[str, Any] = {"micro_batch_tokens": 20, "logprob_chunk_tokens": 5, "bucket_mib": 1, **options}
+        return MegatronBackend(MegatronOptions(**settings), self.context(model, **(changes or {})))
+
+
+def batches(count: int) -> list[TrainBatch]:
+    rng = np.random.default_rng(11)
+    return [example_batch(rng, LENGTHS) for _ in range(count)]
+
+
+def one_update(place: Place, *, model: str, **options: Any) -> dict[str, Any]:
+    """Score a batch and take one probing step."""
+    (batch,) = batches(1)
+    made = place.make(model, **options)
+    logprobs = made.log_probs(batch)
+    before = weights(made)
+    metrics = dict(made.train_step(batch).values)
+    result = {"logprobs": logprobs, "before": before, "metrics": metrics, "after": weights(made)}
+    made.close()
+    return result
+
+
+ALL: dict[str, Callable[[Place], Any]] = {}
+
+for _model in ("qwen3", "llama", "qwen2", "qwen3-moe", "glm4-moe", "deepseek-v3"):
+    _one = partial(partial, one_update, model=_model)
+    ALL |= {
+        f"{_model} dp2": _one(),
+        f"{_model} dp2 distributed": _one(distributed_optimizer=True),
+        f"{_model} tp2 sp": _one(tensor_parallel=2, sequence_parallel=True),
+        f"{_model} pp2": _one(pipeline_parallel=2),
+        f"{_model} vpp2": _one(pipeline_parallel=2, virtual_pipeline=2),
+        f"{_model} cp2": _one(context_parallel=2),
+        f"{_model} ep2": _one(expert_parallel=2),
+        f"{_model} tp2": _one(tensor_parallel=2),
+        f"{_model} tp2 sp ep2": _one(tensor_parallel=2, sequence_parallel=True, expert_parallel=2),
+        f"{_model} tp2 sp etp2": _one(tensor_parallel=2, sequence_parallel=True, expert_tensor_parallel=2),
+        f"{_model} recompute": _one(recompute="full"),
+    }
+
+FAST = (
+    "qwen3 dp2",
+    "qwen3 tp2",
+    "qwen3 tp2 sp",
+    "qwen3 cp2",
+    "llama pp2",
+    "llama vpp2",
+    "qwen2 dp2 distributed",
+    "qwen3-moe ep2",
+    "qwen3-moe tp2 sp",
+    "qwen3-moe tp2 sp etp2",
+    "qwen3-moe recompute",
+    "glm4-moe tp2 sp ep2",
+    "glm4-moe pp2",
+    "deepseek-v3 ep2",
+    "deepseek-v3 tp2 sp",
+    "deepseek-v3 cp2",
+)
+"""Every layout of two ranks and every architecture, not every pair."""
