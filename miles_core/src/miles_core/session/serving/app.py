@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -21,15 +20,17 @@ from starlette.routing import Route
 from miles_core.errors import MilesError
 from miles_core.session.serving import control
 from miles_core.session.serving.http import Json
-from miles_core.session.serving.problems import Refused, openai_error, refusal
+from miles_core.session.serving.problems import Refused, openai_error
 from miles_core.session.serving.protocol import WireProtocol
 from miles_core.session.serving.running import ClientGone
 from miles_core.session.serving.store import SessionStore
-from miles_core.session.serving.turns import Turns
-from miles_core.session.serving.wires import WIRES
+from miles_core.session.serving.turns import Turns, as_refused
+from miles_core.session.serving.wires import MESSAGES, WIRES
 
 SESSION_HEADER = "x-session-id"
-_log = logging.getLogger(__name__)
+
+PREFIXES = ("/sessions/{key}", "")
+"""Where the protocols live: the key in the path, or in a header."""
 
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -40,7 +41,9 @@ def make_app(store: SessionStore) -> Starlette:
     routes = [*control.routes(store)]
     for wire in WIRES:
         handler = _turn_handler(store, turns, wire)
-        routes += [Route(prefix + wire.path, handler, methods=["POST"]) for prefix in ("/sessions/{key}", "")]
+        routes += [Route(prefix + wire.path, handler, methods=["POST"]) for prefix in PREFIXES]
+    counter = _count_handler(store, turns)
+    routes += [Route(prefix + MESSAGES.path + "/count_tokens", counter, methods=["POST"]) for prefix in PREFIXES]
     return Starlette(
         routes=[Route(each.path, _guarded(store, each.endpoint), methods=each.methods) for each in routes],
         lifespan=lambda app: _life(store),
@@ -74,7 +77,17 @@ def _turn_handler(store: SessionStore, turns: Turns, wire: WireProtocol) -> Hand
         try:
             return await turns.serve(request, session_key(request), wire)
         except (Refused, MilesError) as error:
-            return _problem(store, error if isinstance(error, Refused) else refusal(error), wire)
+            return _problem(store, as_refused(error), wire)
+
+    return handler
+
+
+def _count_handler(store: SessionStore, turns: Turns) -> Handler:
+    async def handler(request: Request) -> Response:
+        try:
+            return Json({"input_tokens": await turns.count_tokens(request, session_key(request), MESSAGES)})
+        except (Refused, MilesError) as error:
+            return _problem(store, as_refused(error), MESSAGES)
 
     return handler
 
@@ -95,11 +108,8 @@ def _guarded(store: SessionStore, endpoint: Any) -> Handler:
             return found
         except ClientGone:
             return PlainTextResponse("", 499)  # nobody reads it
-        except (Refused, MilesError) as error:
-            return _problem(store, error if isinstance(error, Refused) else refusal(error))
-        except Exception:  # noqa: BLE001 - the request boundary: one client's request must not take the server down
-            _log.exception("a request failed: %s %s", request.method, request.url.path)
-            return _problem(store, Refused(500, "the server failed; its log has the reason"))
+        except Exception as error:  # noqa: BLE001 - the request boundary: one request must not take the server down
+            return _problem(store, as_refused(error))
 
     return guarded
 

@@ -43,10 +43,17 @@ class Entry:
     """By protocol."""
     overridden: dict[str, object] = field(default_factory=dict)
     """Sampling fields the agent set in vain, with the value it asked for last."""
+    answers: dict[str, int] = field(default_factory=dict)
+    """Id of an answer -> its turn, for protocols that refer to answers."""
     users: int = 0
     """Requests being served; above 0, no limit closes the session."""
     owned: bool = False
     """Opened by a run, which closes it."""
+
+    def answered(self, answer_id: str, turn: int) -> None:
+        """Remember which turn an answer was; a retried turn's number is that of its successor."""
+        self.answers = {name: number for name, number in self.answers.items() if number < turn}
+        self.answers[answer_id] = turn
 
 
 class SessionStore:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator
 from contextlib import ExitStack
-from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -19,6 +19,8 @@ from miles_core.session.serving.problems import Refused, refusal
 from miles_core.session.serving.protocol import Event, Reply, WireProtocol
 from miles_core.session.serving.running import ClientGone, TurnTask, while_connected
 from miles_core.session.serving.store import Entry, SessionStore
+
+_log = logging.getLogger(__name__)
 
 
 class Turns:
@@ -49,6 +51,7 @@ class Turns:
                 source = self._stream(entry, turn, len(prepared.prompt_ids), reply, protocol, started)
                 return EventStream(source, turn.task.cancel, on_gone=self._client_gone, on_close=release.close)
             completion = await while_connected(request.receive, turn.result())
+            entry.answered(reply.response_id, completion.turn)
             self._count(completion, protocol, started)
             return Json(protocol.whole(completion, reply, self._logprobs(entry, completion, asked)))
         except ClientGone:
@@ -101,6 +104,7 @@ class Turns:
                 yield self._event(each, protocol)
             async for piece in events:
                 if isinstance(piece, Completion):
+                    entry.answered(reply.response_id, piece.turn)
                     self._count(piece, protocol, started)
                     written = writer.end(piece, self._logprobs(entry, piece, reply.asked))
                 else:
@@ -109,9 +113,9 @@ class Turns:
                     yield self._event(each, protocol)
             if not protocol.named_events:
                 yield DONE
-        except (MilesError, Refused) as error:
+        except Exception as error:  # noqa: BLE001 - the request boundary, as in `app`
             # The status line is long gone; protocols have an event for this, and clients raise at it.
-            problem = error if isinstance(error, Refused) else refusal(error)
+            problem = as_refused(error)
             self._store.metrics.add("miles_requests_total", protocol=protocol.name, status=str(problem.status))
             yield self._event(protocol.error(problem), protocol)
         finally:
@@ -145,6 +149,11 @@ class Turns:
         self._store.metrics.add("miles_clients_gone_total")
 
 
-def as_refused(error: Any) -> Refused:
-    """What a client is told of `error`."""
-    return error if isinstance(error, Refused) else refusal(error)
+def as_refused(error: Exception) -> Refused:
+    """What a client is told of `error`; one that nobody raised on purpose is logged and stays secret."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, MilesError):
+        return refusal(error)
+    _log.error("a request failed", exc_info=error)
+    return Refused(500, "the server failed; its log has the reason")

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_core.kinds.environment import Completion
-from miles_core.session.serving import chat
+from miles_core.session.serving import anthropic, chat, responses
 from miles_core.session.serving.asked import Asked
-from miles_core.session.serving.problems import openai_error
+from miles_core.session.serving.problems import Refused, anthropic_error, openai_error
 from miles_core.session.serving.protocol import Event, Reply, WireProtocol, Writer
 from miles_core.session.serving.store import Entry
 from miles_core.session.serving.transcript import Transcript
@@ -41,4 +41,31 @@ CHAT = WireProtocol(
     named_events=False,
 )
 
-WIRES: tuple[WireProtocol, ...] = (CHAT,)
+MESSAGES = WireProtocol(
+    name="messages",
+    path="/v1/messages",
+    id_prefix="msg_",
+    read=anthropic.read,
+    whole=anthropic.whole,
+    writer=anthropic.MessagesStream,
+    error=anthropic_error,
+    named_events=True,
+)
+
+
+def _responses_error(problem: Refused) -> Event:
+    return openai_error(problem) | {"type": "error", "message": problem.message, "code": problem.code}
+
+
+RESPONSES = WireProtocol(
+    name="responses",
+    path="/v1/responses",
+    id_prefix=responses.PREFIX,
+    read=responses.read,
+    whole=responses.whole,
+    writer=responses.ResponsesStream,
+    error=_responses_error,
+    named_events=True,
+)
+
+WIRES: tuple[WireProtocol, ...] = (CHAT, MESSAGES, RESPONSES)

@@ -1,0 +1,45 @@
+"""Tool-call arguments in protocols that carry objects instead of text.
+
+A call's arguments are the text the model sampled. A protocol that shows the agent an object gets the object back, and
+`exact` finds the text it was made from; only an object the agent changed is spelled anew.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from miles_core.types import ToolCall
+
+RAW = "_raw"
+"""Holds the text of arguments that are no JSON object."""
+
+
+def as_object(text: str) -> dict[str, Any]:
+    """The object that `text` spells; text that spells none is kept under `RAW`."""
+    if not text.strip():
+        return {}
+    try:
+        found = json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return {RAW: text}
+    return found if isinstance(found, dict) else {RAW: text}
+
+
+def exact(call_id: str, value: Mapping[str, Any], calls: Mapping[str, Sequence[ToolCall]]) -> str:
+    """The text of a replayed call's arguments.
+
+    Args:
+        calls: The calls the session's model made, by id.
+    """
+    spelled = json.dumps(value, ensure_ascii=False)
+    for call in calls.get(call_id, ()):
+        # Compared as text, since Python finds True equal to 1.
+        if json.dumps(as_object(call.arguments), ensure_ascii=False) == spelled:
+            return call.arguments
+    return spelled
+
+
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
