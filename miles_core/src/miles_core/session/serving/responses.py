@@ -276,7 +276,7 @@ class ResponsesStream:
     def _text(self, name: str, text: str) -> Iterator[Event]:
         assert self._open is not None
         self._open["content"][0]["text"] += text
-        extra = {"logprobs": []} if name == "response.output_text.delta" else {}
+        extra: Item = {"logprobs": []} if name == "response.output_text.delta" else {}
         yield self._inner(name, content_index=0, delta=text, **extra)
 
     def _closed(self) -> Iterator[Event]:
