@@ -34,6 +34,7 @@ CARRIED = {
     "temperature": "temperatures",
     "reward": "rewards",
     "routes": "routes",
+    "branches": "attempt_ids",
 }
 """Where each field of a trajectory goes in the batch."""
 LEFT_BEHIND = frozenset({"prompt_id", "session_id", "status", "failure", "messages", "metadata"})
@@ -47,7 +48,8 @@ def pack(groups: Sequence[Group]) -> TrainBatch:
         RunError: none is trainable.
         ContractError: a trajectory breaks the tokens contract, or a field that rollout produced would not arrive.
     """
-    rows = [(index, row) for index, group in enumerate(groups) for row in group.trainable]
+    attempts = [(index, attempt) for index, group in enumerate(groups) for attempt in group.trainable]
+    rows = [(index, number, row) for number, (index, attempt) in enumerate(attempts) for row in attempt.rows]
     if not rows:
         raise RunError(
             "the batch is empty",
@@ -55,14 +57,15 @@ def pack(groups: Sequence[Group]) -> TrainBatch:
             found=f"{sum(len(g.trajectories) for g in groups)} trajectories in {len(groups)} groups, none trainable",
             do="look at the failures of this step in events.jsonl",
         )
-    trajectories = [row for _, row in rows]
+    trajectories = [row for *_, row in rows]
     for row in trajectories:
         row.check()
     total = sum(row.length for row in trajectories)
     batch = TrainBatch(
         lengths=np.array([row.length for row in trajectories], dtype=np.int64),
-        group_ids=np.array([index for index, _ in rows], dtype=np.int64),
-        rewards=np.array([row.reward for row in trajectories], dtype=np.float32),
+        group_ids=np.array([index for index, *_ in rows], dtype=np.int64),
+        attempt_ids=np.array([number for _, number, _ in rows], dtype=np.int64),
+        rewards=np.array([attempts[number][1].reward for _, number, _ in rows], dtype=np.float32),
         temperatures=np.array([row.temperature or 1.0 for row in trajectories], dtype=np.float32),
         token_ids=np.concatenate([row.token_ids for row in trajectories]).astype(np.int32),
         loss_mask=np.concatenate([row.loss_mask for row in trajectories]),
@@ -206,10 +209,13 @@ def with_advantages(
 
     from miles_core.kinds.advantage import AdvantageInputs
 
+    # An attempt is scored once, however many rows its session branched into.
+    _, first, attempts = np.unique(batch.token_attempts, return_index=True, return_inverse=True)
+    sequence_of_first = batch.sequence_ids[first]
     inputs = AdvantageInputs(
-        rewards=torch.from_numpy(batch.rewards),
-        group_ids=torch.from_numpy(batch.group_ids),
-        sequence_ids=torch.from_numpy(batch.sequence_ids),
+        rewards=torch.from_numpy(batch.rewards[sequence_of_first]),
+        group_ids=torch.from_numpy(batch.group_ids[sequence_of_first]),
+        sequence_ids=torch.from_numpy(attempts.astype(np.int64)),
         mask=torch.from_numpy(batch.loss_mask),
         kl=None if kl is None else torch.from_numpy(kl),
         values=None if batch.values is None else torch.from_numpy(batch.values),
@@ -275,7 +281,7 @@ def with_token_weights(batch: TrainBatch, reduction: str, fixed_length_tokens: i
     Raises:
         RunError: no token is trained, or `fixed-length` has no length.
     """
-    weights = token_weights(batch.loss_mask, batch.sequence_ids, reduction, fixed_length_tokens=fixed_length_tokens)
+    weights = token_weights(batch.loss_mask, batch.token_attempts, reduction, fixed_length_tokens=fixed_length_tokens)
     return replace(batch, token_weights=weights.astype(np.float32))
 
 

@@ -176,6 +176,13 @@ class Trajectory:
     """The whole conversation, prompt included."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """JSON-compatible facts from environment and reward (reward parts, turns, tool time)."""
+    branches: tuple[Trajectory, ...] = ()
+    """Further rows of the same attempt, of a branching session: they share its reward and count as one with it."""
+
+    @property
+    def rows(self) -> tuple[Trajectory, ...]:
+        """Every row of the attempt that trains a token, this one first in any case."""
+        return (self, *(row for row in self.branches if row.loss_mask.any()))
 
     @property
     def length(self) -> int:
@@ -284,6 +291,8 @@ class TrainBatch:
     """[N] reference policy's log-probs when KL to it is on."""
     values: Float32 | None = None
     """[N] critic's values."""
+    attempt_ids: Int64 | None = None
+    """[S] which attempt; the rows of a branching session share one. None: every sequence is an attempt."""
     routes: npt.NDArray[np.integer[Any]] | None = None
     """[N, L, K] int16 or int32, as in `Trajectory.routes`. At position i token i is the router's input; it acts
     on the log-prob of token i + 1; the row of a sequence's last token is `UNRECORDED`, since no log-prob depends on it.
@@ -312,6 +321,11 @@ class TrainBatch:
         """[N]"""
         return np.repeat(np.arange(self.num_sequences, dtype=np.int64), self.lengths)
 
+    @property
+    def token_attempts(self) -> Int64:
+        """[N] attempt of each token: what an advantage and a reduction take for a sequence."""
+        return self.sequence_ids if self.attempt_ids is None else np.repeat(self.attempt_ids, self.lengths)
+
     def select(self, sequences: Sequence[int]) -> TrainBatch:
         """The batch of the given sequences, in that order; weights keep their whole-update meaning."""
         picked = np.asarray(sequences, dtype=np.int64)
@@ -319,13 +333,13 @@ class TrainBatch:
         tokens = np.concatenate(
             [np.arange(starts[s], starts[s] + self.lengths[s]) for s in picked] or [np.zeros(0, np.int64)]
         )
-        changes: dict[str, Any] = {name: getattr(self, name)[picked] for name in PER_SEQUENCE}
-        present = (name for name in PER_TOKEN if getattr(self, name) is not None)
-        changes |= {name: getattr(self, name)[tokens] for name in present}
+        changes: dict[str, Any] = {}
+        for names, index in ((PER_SEQUENCE, picked), (PER_TOKEN, tokens)):
+            changes |= {name: values[index] for name in names if (values := getattr(self, name)) is not None}
         return replace(self, **changes)
 
 
-PER_SEQUENCE = ("lengths", "group_ids", "rewards", "temperatures")
+PER_SEQUENCE = ("lengths", "group_ids", "rewards", "temperatures", "attempt_ids")
 PER_TOKEN = (
     "token_ids",
     "loss_mask",

@@ -278,3 +278,35 @@ def test_carried_answers_of_a_compacted_history_are_not_trained(tree: TreeSessio
         tree.nodes[2].sampled,
     ]
     assert np.array_equal(found[1].loss_mask, found[1].sampled)
+
+
+def brute_force(tree: TreeSession, messages: list[Message]) -> tuple[int, int]:
+    best = (0, -1)
+    for node in tree.nodes:
+        stored = tree.messages_to(node.number)
+        if list(stored) == messages[: len(stored)]:
+            best = max(best, (len(stored), node.number))
+    return best[1], best[0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**16), size=st.integers(1, 16))
+def test_the_attach_point_is_that_of_looking_at_every_node(tokenizer: ChatTokenizer, seed: int, size: int) -> None:
+    tree, draw = new_tree(tokenizer, None), random.Random(seed)
+    for _ in range(size):
+        parent = draw.randrange(-1, len(tree.nodes)) if tree.nodes else -1
+        before = list(tree.messages_to(parent)) if parent >= 0 else []
+        messages = [*before, Message(role="user", content=draw.choice("ab"))]
+        expected = brute_force(tree, messages)
+        prepared = tree.prepare(messages)
+        assert (prepared.base, len(messages) - len(prepared.messages)) == expected
+        output = Output(finish_reason=FinishReason.STOP)
+        output.ids.extend([*tree.family.tokenizer.encode(draw.choice("xy")), min(tree.family.stop_token_ids)])
+        output.logprobs.extend([-0.5] * len(output.ids))
+        output.stretches.append((len(output.ids), 0))
+        number = tree.commit(prepared, output).turn
+        node = tree.nodes[number]
+        assert tree.row_to(number).tolist() == [*prepared.prompt_ids, *output.ids]
+        assert list(node.messages[:-1]) == list(prepared.messages)
+        shorter = [*tree.messages_to(draw.randrange(len(tree.nodes)))][: draw.randrange(1, 6)]
+        assert tree.attach(shorter) == brute_force(tree, shorter)

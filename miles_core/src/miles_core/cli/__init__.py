@@ -19,6 +19,7 @@ COMMANDS = {
     "doctor": LazyCommand("miles_core.cli.doctor:command", "Say which contract of a run is broken, and what to try."),
     "report": LazyCommand("miles_core.cli.report:command", "Write a run's report as one self-contained page."),
     "delta": LazyCommand("miles_transports.delta.cli:group", "Look at, verify and apply published weight versions."),
+    "serve": LazyCommand("miles_core.cli.serve:command", "Serve sessions to agents over HTTP, without training."),
     "convert": LazyCommand("miles_core.cli.convert:command", "Turn a checkpoint into a Hugging Face folder."),
 }
 

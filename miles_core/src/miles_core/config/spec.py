@@ -142,6 +142,10 @@ class SessionSpec(Section):
     """TITO family; null takes the one installed family that claims the checkpoint."""
     matcher: Pick = Pick(use="strict")
     """How replayed messages are compared with stored ones."""
+    history: Literal["linear", "branching"] = "linear"
+    """linear: one row that grows at its tail; branching: a tree of turns, of which every kept leaf is trained."""
+    leaves: Literal["all", "drop-retries", "longest"] = "drop-retries"
+    """Which leaves of a branching history are kept; drop-retries leaves out what a later sibling supersedes."""
 
 
 class ObjectiveSpec(Section):

@@ -13,7 +13,8 @@ from miles_core.types import Group, Status, TrainBatch
 
 def check(groups: Sequence[Group], batch: TrainBatch | None = None) -> Report:
     """Check every row of `groups` that did not fail, and that `batch`, if given, holds the trainable ones unchanged."""
-    rows = [row for group in groups for row in group.trajectories if row.status is not Status.FAILED]
+    attempts = [each for group in groups for each in group.trajectories if each.status is not Status.FAILED]
+    rows = [row for attempt in attempts for row in attempt.rows]
     offenders = []
     for row in rows:
         try:
@@ -21,7 +22,7 @@ def check(groups: Sequence[Group], batch: TrainBatch | None = None) -> Report:
         except ContractError as error:
             offenders.append(f"{error.where}: {error.message}")
     changed = [] if batch is None else _changed(groups, batch)
-    trainable = [row for group in groups for row in group.trainable]
+    trainable = [row for group in groups for attempt in group.trainable for row in attempt.rows]
     return Report(
         name="tokens",
         status=Verdict.BROKEN if offenders or changed else Verdict.OK,
@@ -37,7 +38,7 @@ def check(groups: Sequence[Group], batch: TrainBatch | None = None) -> Report:
 
 def _changed(groups: Sequence[Group], batch: TrainBatch) -> list[str]:
     """Rows of the batch whose ids or mask are not those that rollout produced."""
-    rows = [row for group in groups for row in group.trainable]
+    rows = [row for group in groups for attempt in group.trainable for row in attempt.rows]
     if len(rows) != batch.num_sequences:
         return [f"the batch has {batch.num_sequences} sequences, rollout made {len(rows)}"]
     found = []

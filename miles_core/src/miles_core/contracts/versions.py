@@ -52,7 +52,8 @@ def staleness(spans: Iterable[TokenSpan], current_version: int) -> Staleness | N
 
 def group_staleness(group: Group, current_version: int) -> Staleness | None:
     """Age of a group: over all sampled tokens of its trainable trajectories."""
-    return staleness((span for row in group.trainable for span in row.spans), current_version)
+    rows = (row for attempt in group.trainable for row in attempt.rows)
+    return staleness((span for row in rows for span in row.spans), current_version)
 
 
 def check(groups: Sequence[Group], *, current_version: int, max_staleness: int | None = None) -> Report:
@@ -60,7 +61,7 @@ def check(groups: Sequence[Group], *, current_version: int, max_staleness: int |
 
     Broken when a token claims a version that was never published, or a group's S_old is strictly over `max_staleness`.
     """
-    rows = [row for group in groups for row in group.trainable]
+    rows = [row for group in groups for attempt in group.trainable for row in attempt.rows]
     if not rows:
         return Report(name="versions", status=Verdict.UNAVAILABLE)
     versioned = sum(any(span.weight_version >= 0 for span in row.spans) for row in rows)

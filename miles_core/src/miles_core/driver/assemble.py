@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,9 @@ from miles_core.rollout.alarm import ConstantRewardAlarm
 from miles_core.rollout.episode import Episodes
 from miles_core.rollout.rewards import RewardPool, reward_specs
 from miles_core.rollout.scheduler import GroupFilter
+from miles_core.session.assembly import assemble_attempt
 from miles_core.session.factory import SessionFactory, choose_family
+from miles_core.session.leaves import PICKERS
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
@@ -111,14 +113,25 @@ def pick_family(resolved: ResolvedRun, registry: Registry, recorder: Recorder | 
     if pick is not None:
         family: TitoFamily = load_target(pick.capability.load)(pick.options, tokenizer)
         return family
+    return claimed_family(tokenizer, registry, warn=None if recorder is None else lambda text: recorder.alarm(0, text))
+
+
+def claimed_family(
+    tokenizer: ChatTokenizer,
+    registry: Registry,
+    *,
+    named: str | None = None,
+    warn: Callable[[str], None] | None = None,
+) -> TitoFamily:
+    """The TITO family called `named`, or the one installed family that claims the checkpoint, with default options."""
     installed = {
         entry.name: load_target(entry.capability.load)
         for entry in registry.entries("tito_family")
         if entry.capability is not None and entry.state == "ok"
     }
-    name, warning = choose_family(tokenizer, installed)
-    if warning and recorder is not None:
-        recorder.alarm(0, warning)
+    name, warning = choose_family(tokenizer, installed, named=named)
+    if warning and warn is not None:
+        warn(warning)
     capability = registry.get("tito_family", name).capability
     assert capability is not None
     options = load_target(capability.options)() if capability.options else None
@@ -151,8 +164,9 @@ def _episodes(
         engines,
         family,
         load_target(resolved.one["matcher"].capability.load),
-        context_length=_context_length(spec.model.context_length, model.context_length),
+        context_length=context_length(spec.model.context_length, model.context_length),
         routes=spec.rollout.routes != "off",
+        history=spec.session.history,
     )
     return Episodes(
         environment=environment,
@@ -160,10 +174,11 @@ def _episodes(
         rewards=rewards,
         seed=spec.seed,
         timeout_s=spec.rollout.trajectory_timeout_s,
+        assemble=functools.partial(assemble_attempt, picker=PICKERS[spec.session.leaves]),
     )
 
 
-def _context_length(wanted: int | None, limit: int | None) -> int:
+def context_length(wanted: int | None, limit: int | None) -> int:
     """Prompt plus output tokens at most: what the run-file says, within what the checkpoint can."""
     return min(length for length in (wanted, limit, 2**31 - 1) if length)
 

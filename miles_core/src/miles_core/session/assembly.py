@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,20 @@ def assemble(
     )
     trajectory.check()
     return trajectory
+
+
+def assemble_attempt(
+    session: AnySession,
+    *,
+    prompt_id: str,
+    error: BaseException | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    picker: Picker = drop_retries,
+) -> Trajectory:
+    """The session as the one attempt it was: its earliest trajectory, with the others as `branches`. See
+    `assemble_all`."""
+    first, *others = assemble_all(session, prompt_id=prompt_id, error=error, metadata=metadata, picker=picker)
+    return replace(first, branches=tuple(others)) if others else first
 
 
 def _leaf(

@@ -58,6 +58,17 @@ def role_content_only(stored: Message, replayed: Message, /) -> bool:
     return stored.role == replayed.role and _same(stored.content, replayed.content)
 
 
+WARNINGS: dict[object, str] = {
+    role_content_only: "session.matcher role-content-only takes turns that called different tools with the same text "
+    "for one: a replay may be answered from the tokens of another call, and nothing will show it",
+}
+
+
+def warning_of(matcher: Matcher) -> str | None:
+    """What the user of a matcher must be told loudly."""
+    return WARNINGS.get(matcher)
+
+
 def match_prefix(
     stored: Sequence[Message], replayed: Sequence[Message], matcher: Matcher, *, accepted: list[Message] | None = None
 ) -> int:

@@ -9,6 +9,7 @@ Each node holds only its own tokens; what branches share is stored once.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -59,6 +60,29 @@ class Node:
         return self.attached + len(self.row)
 
 
+@dataclass(slots=True)
+class _Path:
+    """Root to the node committed last, flat: what an agent that goes on where it was is matched and continued with, at
+    a cost that does not grow with the number of turns."""
+
+    nodes: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
+    """Messages up to and with each node."""
+    messages: list[Message] = field(default_factory=list)
+    accepted: list[Message] = field(default_factory=list)
+    row: array[int] = field(default_factory=lambda: array("i"))
+    sides: list[tuple[int, int]] = field(default_factory=list)
+    """(node, messages before it) of every node off the path whose parent is on it, roots included."""
+
+    def extend(self, node: Node) -> None:
+        self.nodes.append(node.number)
+        self.messages += node.messages
+        self.accepted += node.messages
+        self.ends.append(len(self.messages))
+        del self.row[node.attached :]
+        self.row += node.row.slice(0, len(node.row))
+
+
 class TreeSession(Session):
     """See `base.Session`."""
 
@@ -66,6 +90,7 @@ class TreeSession(Session):
         super().__init__(session_id, setup)
         self.nodes: list[Node] = []
         self._roots: list[int] = []
+        self._active = _Path()
         self._flying: Counter[int] = Counter()
         """Parent -> turns under way below it."""
 
@@ -135,9 +160,12 @@ class TreeSession(Session):
 
     def attach(self, messages: Sequence[Message]) -> tuple[int, int]:
         """The node a history extends, and how many messages its path covers; (-1, 0) where there is none."""
-        best, covered = -1, 0
+        active = self._active
+        matched = match_prefix(active.messages, messages, self._matcher, accepted=active.accepted)
+        whole = bisect_right(active.ends, matched)
+        best, covered = (active.nodes[whole - 1], active.ends[whole - 1]) if whole else (-1, 0)
         # A stack, not recursion: a history of a thousand turns is a path of a thousand nodes.
-        todo = [(root, 0) for root in self._roots]
+        todo = [(number, start) for number, start in active.sides if start <= matched]
         while todo:
             number, start = todo.pop()
             node = self.nodes[number]
@@ -159,6 +187,8 @@ class TreeSession(Session):
 
     def row_to(self, number: int) -> array[int]:
         """Ids of the whole row, root to the node."""
+        if number == self._active.nodes[-1]:
+            return self._active.row[:]
         row = array("i")
         for node in self.path(number):
             del row[node.attached :]
@@ -193,7 +223,19 @@ class TreeSession(Session):
         )
         (self._roots if node.parent < 0 else self.nodes[node.parent].children).append(node.number)
         self.nodes.append(node)
+        if node.parent == (self._active.nodes[-1] if self._active.nodes else -1):
+            self._active.extend(node)
+        else:
+            self._active = self._path_to(node)
         return node.number
+
+    def _path_to(self, last: Node) -> _Path:
+        found, siblings = _Path(), self._roots
+        for node in self.path(last.number):
+            found.sides += [(number, len(found.messages)) for number in siblings if number != node.number]
+            found.extend(node)
+            siblings = node.children
+        return found
 
     def _extended(
         self, base: int, messages: Sequence[Message], depth: int, tools: tuple[Tool, ...]

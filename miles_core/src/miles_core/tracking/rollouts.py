@@ -130,13 +130,14 @@ def _with_old(groups: Sequence[Group], batch: TrainBatch) -> list[tuple[int, Tra
     place = 0
     for number, group in enumerate(groups):
         trained = {id(trajectory) for trajectory in group.trainable}
-        for trajectory in group.trajectories:
+        rows = [(attempt, row) for attempt in group.trajectories for row in attempt.rows]
+        for attempt, row in rows:
             old = None
-            if id(trajectory) in trained:
+            if id(attempt) in trained:
                 if batch.old_logprobs is not None:
                     old = batch.old_logprobs[offsets[place] : offsets[place + 1]]
                 place += 1
-            found.append((number, trajectory, old))
+            found.append((number, row if row.reward == attempt.reward else row.with_reward(attempt.reward), old))
     return found
 
 

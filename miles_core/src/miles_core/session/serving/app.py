@@ -132,6 +132,6 @@ async def _life(store: SessionStore) -> AsyncIterator[None]:
 
 async def _sweep(store: SessionStore) -> None:
     while True:
-        await asyncio.sleep(min(store.settings.idle_timeout_s / 4, 30.0))
+        await asyncio.sleep(min(store.settings.idle_timeout_s / 4, 5.0))
         store.sweep()
         store.limit()

@@ -29,15 +29,17 @@ async def read_object(request: Request, limit: int) -> dict[str, Any]:
     Raises:
         Refused: 413 beyond `limit` bytes, 400 for anything else than an object.
     """
-    body = bytearray()
+    parts, size = [], 0
     async for part in request.stream():
-        body += part
-        if len(body) > limit:
+        parts.append(part)
+        size += len(part)
+        if size > limit:
             raise Refused(413, f"the body is longer than {limit} bytes")
-    if not body:
+    if not size:
         return {}
+    body = b"".join(parts)
     try:
-        found = pydantic_core.from_json(bytes(body), allow_inf_nan=False, cache_strings="keys")
+        found = pydantic_core.from_json(body, allow_inf_nan=False, cache_strings="keys")
     except ValueError as error:
         raise Refused(400, f"the body is not JSON: {error}") from error
     if not isinstance(found, dict):
