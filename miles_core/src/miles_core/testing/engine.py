@@ -37,13 +37,14 @@ from miles_core.testing.engine_oracle import (
     weights_of,
 )
 from miles_core.testing.engine_pauses import EnginePauses
+from miles_core.testing.engine_routes import EngineRoutes
 from miles_core.types import FinishReason, NamedTensor
 from miles_core.weights.digests import digest_tensor
 
 T = TypeVar("T")
 
 
-class EngineConformance(EnginePauses):
+class EngineConformance(EnginePauses, EngineRoutes):
     """Subclass it and say how to make the engine, not yet started."""
 
     # --- sampling -----------------------------------------------------------------------------------------------------
