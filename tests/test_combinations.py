@@ -70,7 +70,10 @@ def source(registry: Registry, number: int, combination: Combination) -> Source:
         "corrections": [] if correction == "none" else [correction],
         "transport": pick("transport", combination["transport"]),
         "executor": combination["executor"],
-        "placement": {"mode": "separate", "trainer_ranks": int(combination["placement.trainer_ranks"])},
+        "placement": {
+            "mode": "colocated" if combination["transport"] == "cuda-ipc" else "separate",
+            "trainer_ranks": int(combination["placement.trainer_ranks"]),
+        },
         "schedule": {"steps": 1, "group_size": int(combination["schedule.group_size"])},
         "objective": {"old_logprobs": combination["objective.old_logprobs"]},
         "rollout": {"filters": [rotated["filter"]]},

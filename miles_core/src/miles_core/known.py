@@ -37,6 +37,7 @@ KNOWN: dict[tuple[str, str], Home] = {
     ("transport", "broadcast"): _TRANSPORTS,
     ("transport", "p2p"): _TRANSPORTS,
     ("transport", "disk-delta"): _TRANSPORTS,
+    ("transport", "cuda-ipc"): _TRANSPORTS,
     ("executor", "ray"): _RAY,
     ("tito_family", "chatml"): _CHATML,
     ("tito_family", "qwen3"): _QWEN,

@@ -12,6 +12,13 @@ class InProcessOptions(BaseModel):
     """Buckets copied for an engine and not yet taken by it; bounds the extra memory of a publish."""
 
 
+class CudaIpcOptions(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    timeout_s: PositiveFloat = 300.0
+    """Seconds one side waits for the other's next bucket, the trainer's export of it included."""
+
+
 class DiskDeltaOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 

@@ -24,6 +24,21 @@ def miles_transports() -> list[Capability]:
             ),
         ),
         Capability(
+            name="cuda-ipc",
+            summary="shows buckets to engines on the same GPU; colocated, no network",
+            load="miles_transports.cuda_ipc:CudaIpcTransport",
+            options="miles_transports.options:CudaIpcOptions",
+            provides=frozenset({"same-process", "cross-process"}),
+            rules=(
+                conflicts(
+                    "placement.mode=separate",
+                    id="cuda-ipc-colocated",
+                    because="cuda-ipc shares memory of one device; separate sides have one each",
+                    instead="transport: broadcast, or placement.mode: colocated",
+                ),
+            ),
+        ),
+        Capability(
             name="disk-delta",
             summary="publishes changed bytes to shared storage; hosts patch their copies",
             load="miles_transports.delta.transport:DiskDeltaTransport",

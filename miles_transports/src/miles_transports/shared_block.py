@@ -1,0 +1,104 @@
+"""Blocks of bytes that another process of this host maps: GPU memory through CUDA IPC, main memory through /dev/shm.
+
+The owner makes a block once and uses it again and again; its handle is a line of text. A block of this very process is
+found by its number, since CUDA does not open a handle where it was made.
+"""
+
+from __future__ import annotations
+
+import base64
+import itertools
+import json
+import os
+import pickle
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from miles_core.errors import TransportError
+
+SHARED_MEMORY = Path("/dev/shm")
+"""Main memory under file names, on every Linux."""
+_DEVICE_ARGUMENT = 6
+"""Where `torch.multiprocessing.reductions.rebuild_cuda_tensor` takes the device's index."""
+
+_numbers = itertools.count()
+_own: dict[int, torch.Tensor] = {}
+
+
+class SharedBlock:
+    """u8[num_bytes] on `device`, owned by this process."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self._number = next(_numbers)
+        self._path: Path | None = None
+        if device.type == "cuda":
+            self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+            data = base64.b64encode(pickle.dumps(_cuda_handle(self.bytes))).decode()
+        else:
+            handle, name = tempfile.mkstemp(prefix="miles-", dir=SHARED_MEMORY)
+            os.ftruncate(handle, num_bytes)
+            os.close(handle)
+            self._path = Path(name)
+            self.bytes = torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
+            data = name
+        _own[self._number] = self.bytes
+        self.handle = json.dumps([os.getpid(), self._number, device.type, num_bytes, data])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.bytes.numel()
+
+    def close(self) -> None:
+        """Give the name up; who mapped the block keeps what it sees. Idempotent."""
+        _own.pop(self._number, None)
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def open_block(handle: str, device: torch.device) -> torch.Tensor:
+    """Map another process's block.
+
+    Args:
+        device: The GPU this process works on; the same GPU may have another index in the owner's process.
+
+    Returns:
+        u8[num_bytes], the owner's memory itself.
+
+    Raises:
+        TransportError: the block is gone, or on a device that this process cannot map.
+    """
+    pid, number, kind, num_bytes, data = json.loads(handle)
+    if pid == os.getpid() and number in _own and kind == "cuda":
+        return _own[number]
+    try:
+        if kind == "cpu":
+            if not Path(data).is_file():  # torch would make one, and nobody would write into it
+                raise FileNotFoundError(f"{data} is gone")
+            return torch.from_file(data, shared=True, size=num_bytes, dtype=torch.uint8)
+        return _open_cuda(pickle.loads(base64.b64decode(data)), device)
+    except (RuntimeError, FileNotFoundError) as error:
+        raise TransportError(
+            "a shared block cannot be mapped",
+            found=str(error).splitlines()[0],
+            do="place trainer and engine on one host",
+        ) from error
+
+
+def _cuda_handle(tensor: torch.Tensor) -> tuple[Any, ...]:
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    _, arguments = reduce_tensor(tensor)  # type: ignore[no-untyped-call]
+    return tuple(arguments)
+
+
+def _open_cuda(arguments: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    from torch.multiprocessing.reductions import rebuild_cuda_tensor
+
+    torch.cuda.set_device(device)
+    here = list(arguments)
+    here[_DEVICE_ARGUMENT] = device.index
+    block: torch.Tensor = rebuild_cuda_tensor(*here)  # type: ignore[no-untyped-call]
+    return block
