@@ -47,6 +47,7 @@ SHOWS_TOOLS = (
 )
 HERMES = SHOWS_TOOLS.replace(
     "{{ '#' + c.function.name + c.function.arguments | tojson }}",
+    "{% if m.content or not loop.first %}{{ '\\n' }}{% endif %}"
     '{{ \'<tool_call>\\n{"name": "\' + c.function.name + \'", "arguments": \' + c.function.arguments | tojson'
     " + '}\\n</tool_call>' }}",
 )
@@ -93,6 +94,10 @@ class TestWithADefaultSystemPrompt(Conformance):
 
 class TestWithATemplateThatShowsTools(Conformance):
     template = SHOWS_TOOLS
+
+
+class TestWithATemplateThatSpellsCallsAsTheFamilyReadsThem(Conformance):
+    template = HERMES
 
 
 class TestWithATemplateThatIsNotAppendOnly(Conformance):
@@ -191,10 +196,16 @@ def test_calls_a_template_hides_are_written_verbatim(make: Make) -> None:
 
 
 def test_a_template_that_knows_tools_keeps_its_own_form(make: Make) -> None:
-    family = make(SHOWS_TOOLS)
+    family = make(HERMES)
     text = family.tokenizer.decode(family.render([USER, SAID, USER], [TOOL]))
     assert text.startswith("<|im_start|>system\nTools: [")
-    assert '#add{"x": 1}' in text
+    assert '{"name": "add", "arguments": {"x": 1}}' in text
+
+
+def test_a_spelling_of_calls_that_the_family_does_not_read_is_not_used(make: Make) -> None:
+    family = make(SHOWS_TOOLS)
+    text = family.tokenizer.decode(family.render([USER, SAID, USER]))
+    assert '<tool_call>\n{"name": "add", "arguments": {"x":  1}}\n</tool_call>' in text
 
 
 def test_tools_are_not_repeated_with_later_turns(make: Make) -> None:

@@ -12,4 +12,4 @@ class TestLlama31(RecordedTemplate):
     family = Llama31Family
     recorded = DATA / "llama31.json"
     options = {"default": {}, "system": {"tools_in": "system"}}
-    differs = {"tool loop": "the template drops content beside a call; the family writes it"}
+    differs = {"tool loop": "the template drops words beside a call; the family refuses them"}

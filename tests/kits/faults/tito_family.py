@@ -5,7 +5,7 @@ import json
 
 from miles_core.errors import SessionError
 from miles_core.kinds.tito_family import Delta
-from miles_core.session.hermes import HermesParser, inline_calls, inline_tools, parse_tool_calls
+from miles_core.session.hermes import HermesParser, inline_calls, inline_tools, parse_tool_calls, spell_tool_calls
 from miles_core.testing.tito_family import TitoFamilyConformance
 from miles_core.types import Message, ToolCall
 
@@ -38,6 +38,9 @@ class Sound:
         if row[-1:] != [self.end]:
             raise SessionError("cut off")
         return row + self.newline + list(suffix)
+
+    def spell(self, message, after=None):
+        return spell_tool_calls(message.content, message.tool_calls)
 
     def parse(self, output_ids):
         ids = list(output_ids)

@@ -88,6 +88,15 @@ class TitoFamily(Protocol):
         """
         ...
 
+    def spell(self, message: Message, after: Message | None = None) -> str:
+        """What a model of the family would sample to say `message`: reasoning, content, tool calls, without the stop
+        token and without what the opener already holds. `parse` is its inverse.
+
+        Args:
+            after: The message that stands before it; some models go on in another way behind a tool result.
+        """
+        ...
+
     def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         """The assistant message the sampled ids spell: content, reasoning, tool calls. Never raises: unparsable tool
         calls stay in the content.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from miles_core.errors import DataError, SessionError
 from miles_core.kinds.tito_family import StreamParser
 from miles_core.session import probe
-from miles_core.session.hermes import HermesParser, inline_calls, inline_tools, parse_tool_calls
+from miles_core.session.hermes import HermesParser, inline_calls, inline_tools, parse_tool_calls, spell_tool_calls
 from miles_core.session.suffix import appended_ids
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
@@ -76,6 +76,9 @@ class DefaultFamily:
             where=self.tokenizer.where,
             do="do not go on after a truncated turn, or pick a family that can close it",
         )
+
+    def spell(self, message: Message, after: Message | None = None) -> str:
+        return spell_tool_calls(message.content, message.tool_calls)
 
     def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         ids = list(output_ids)

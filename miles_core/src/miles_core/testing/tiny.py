@@ -85,18 +85,21 @@ def write_tiny_tokenizer(
     bos: str | None = "<|im_start|>",
     eos: str | None = "<|im_end|>",
     template: str = CHAT_TEMPLATE,
+    words: str | None = None,
 ) -> int:
     """Write ``tokenizer.json`` and ``tokenizer_config.json``: control tokens, all bytes, a few merges.
 
     Args:
         special, markers: The control tokens, from id 0 on; markers are added but not special, as ``<think>`` often is.
         bos, eos: Named special tokens; None names none.
+        words: Regular expression that cuts text into words before merging; None cuts as GPT-2 does.
 
     Returns:
         The number of tokens.
     """
     tokens = [*special, *markers, *_byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    cut = byte_level if words is None else _cut_by(words, byte_level)
     added = [
         {
             "id": index,
@@ -127,7 +130,7 @@ def write_tiny_tokenizer(
         "padding": None,
         "added_tokens": added,
         "normalizer": None,
-        "pre_tokenizer": byte_level,
+        "pre_tokenizer": cut,
         "post_processor": None,
         "decoder": byte_level,
         "model": model,
@@ -143,6 +146,11 @@ def write_tiny_tokenizer(
     (directory / "tokenizer.json").write_text(json.dumps(tokenizer, ensure_ascii=False), encoding="utf-8")
     (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=2), encoding="utf-8")
     return len(tokens)
+
+
+def _cut_by(words: str, byte_level: dict[str, Any]) -> dict[str, Any]:
+    split = {"type": "Split", "pattern": {"Regex": words}, "behavior": "Isolated", "invert": False}
+    return {"type": "Sequence", "pretokenizers": [split, {**byte_level, "use_regex": False}]}
 
 
 def _byte_alphabet() -> list[str]:

@@ -29,6 +29,11 @@ from miles_core.tito.probes import ADD, ADD_CALL, ANSWER, FOUR, MORE, NOW, PROBE
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool, ToolCall
 
+WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+"""How today's byte-level tokenizers cut text into words."""
 TODAY = datetime.date(2026, 1, 2)
 SEARCH: Tool = {
     "type": "function",
@@ -129,7 +134,7 @@ def family_tokenizer(family: type[DeclaredFamily[Any]], folder: Path, *, templat
     """A byte-level tokenizer with the family's control tokens."""
     special = list(dict.fromkeys([*family.control_tokens, *family.stops]))
     bos = next((token for token in special if "begin" in token), None)
-    write_tiny_tokenizer(folder, special=special, bos=bos, eos=family.stops[0], template=template)
+    write_tiny_tokenizer(folder, special=special, bos=bos, eos=family.stops[0], template=template, words=WORDS)
     return ChatTokenizer.from_dir(folder)
 
 

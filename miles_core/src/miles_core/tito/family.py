@@ -172,13 +172,18 @@ class DeclaredFamily(Generic[Options]):
 
     # --- replies ------------------------------------------------------------------------------------------------------
 
+    def spell(self, message: Message, after: Message | None = None) -> str:
+        """See `kinds.tito_family.TitoFamily.spell`."""
+        header = self.header_after(after)
+        return self.said(message, after).removeprefix(self.opener(after).removeprefix(header))
+
     def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         parser = self.stream_parser(tools)
         return joined([*parser.feed(output_ids), *parser.finish()])
 
     def stream_parser(self, tools: Sequence[Tool] = ()) -> StreamParser:
         opened = self.thoughts is not None and self.prefill().rstrip() == self.thoughts.opening
-        text = ReplyText(thoughts=self.thoughts, opened=opened, calls=self.calls, tools=tools)
+        text = ReplyText(thoughts=self.thoughts, opened=opened, lead=self.lead(), calls=self.calls, tools=tools)
         return ReplyParser(text, self.tokenizer, self.stop_token_ids)
 
     # --- what a family may override -----------------------------------------------------------------------------------
@@ -202,6 +207,15 @@ class DeclaredFamily(Generic[Options]):
     def prefill(self) -> str:
         """The beginning of every reply that the opener already holds: an opening tag, an empty thought, nothing."""
         return ""
+
+    def lead(self) -> str:
+        """White space between an opener that holds a whole thought and the content."""
+        return ""
+
+    @property
+    def reasons(self) -> bool:
+        """Whether the model writes reasoning with these options."""
+        return self.thoughts is not None
 
     def said(self, message: Message, after: Message | None, *, forgotten: bool = False) -> str:
         """What the model would have sampled, and the opener's prefill: reasoning, content, calls; not the end."""
@@ -299,7 +313,8 @@ class DeclaredFamily(Generic[Options]):
     def _check_memory(self, stored: Sequence[Message], appended: Sequence[Message]) -> None:
         if self.earlier_reasoning() == "keep":
             return
-        before, after = self.forgets_before(stored), self.forgets_before([*stored, *appended])
+        # Since the last turn was opened: what the template forgot by then was never in the row.
+        before, after = self.forgets_before(stored[:-1]), self.forgets_before([*stored, *appended])
         turns = (message for message in stored[before:after] if message.role == "assistant")
         if any(self.thought(turn) != self.thought(turn, forgotten=True) for turn in turns):
             raise BranchNeeded(

@@ -40,6 +40,7 @@ class Thoughts:
 
 
 class _Stage(Enum):
+    LEAD = "behind an opener that holds a whole thought"
     START = "before anything"
     THOUGHT_START = "behind the opening tag of reasoning"
     THOUGHT = "in reasoning"
@@ -63,16 +64,20 @@ class ReplyText:
     Args:
         thoughts: None when the model writes no reasoning.
         opened: The reply begins within reasoning, since the opener holds the opening tag.
+        lead: What the reply begins with before any content, where the opener holds a whole thought.
     """
 
     def __init__(
-        self, *, thoughts: Thoughts | None, opened: bool = False, calls: CallFormat | None, tools: Sequence[Tool] = ()
+        self,
+        *,
+        thoughts: Thoughts | None,
+        opened: bool = False,
+        lead: str = "",
+        calls: CallFormat | None,
+        tools: Sequence[Tool] = (),
     ) -> None:
-        self._thoughts, self._calls, self._tools = thoughts, calls, tuple(tools)
-        if thoughts is None:
-            self._stage = _Stage.CONTENT
-        else:
-            self._stage = _Stage.THOUGHT_START if opened else _Stage.START
+        self._thoughts, self._calls, self._tools, self._lead = thoughts, calls, tuple(tools), lead
+        self._stage = _Stage.THOUGHT_START if opened else _Stage.LEAD
         self._text = ""  # not yet certain
         self._scanned = 0  # of a call's text, where to look for its closing tag
         self._space = ""  # white space that a call behind it would swallow
@@ -110,6 +115,8 @@ class ReplyText:
     def _step(self, *, last: bool) -> bool:
         """Go on with `_text`; False when more text is needed."""
         match self._stage:
+            case _Stage.LEAD:
+                return self._skip(self._lead, _Stage.START if self._thoughts else _Stage.CONTENT, last)
             case _Stage.START:
                 return self._start(last)
             case _Stage.THOUGHT_START:

@@ -49,6 +49,10 @@ class ThinkingFamily(DeclaredFamily[T], Generic[T]):
             return self.no_thought
         return self.thoughts.write("") if self.opens == "opener" else ""
 
+    @property
+    def reasons(self) -> bool:
+        return self.options.thinking
+
     def earlier_reasoning(self) -> EarlierReasoning:
         return self.options.earlier_reasoning
 

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from miles_core.errors import DataError, SessionError
 from miles_core.kinds.tito_family import StreamParser
-from miles_core.session.hermes import HermesParser, parse_tool_calls
+from miles_core.session.hermes import HermesParser, parse_tool_calls, spell_tool_calls
 from miles_core.session.suffix import appended_ids
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
@@ -82,6 +82,9 @@ class ChatMLFamily:
             do="end the episode there, or set session: {family: {use: chatml, open_turn: close}}",
         )
 
+    def spell(self, message: Message, after: Message | None = None) -> str:
+        return spell_tool_calls(message.content, message.tool_calls)
+
     def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
         ids = list(output_ids)
         if ids and ids[-1] in self.stop_token_ids:
@@ -93,10 +96,14 @@ class ChatMLFamily:
         return HermesParser(self.tokenizer, self.stop_token_ids)
 
     def _native(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
-        """Whether the checkpoint's template is ChatML and shows all that these messages hold."""
+        """Whether the checkpoint's template is ChatML and shows all that these messages hold.
+
+        Tools and calls go together: a row whose tools were written in one form must not switch to another with the
+        first call.
+        """
         facts = self.facts
-        calls = any(message.tool_calls for message in messages)
-        return facts.plain_chatml and (facts.shows_tools or not tools) and (facts.shows_calls or not calls)
+        knows_tools = facts.shows_tools and facts.shows_calls and facts.reads_calls
+        return facts.plain_chatml and (knows_tools or not (tools or any(message.tool_calls for message in messages)))
 
 
 def _control_token(tokenizer: ChatTokenizer, token: str) -> int:

@@ -101,6 +101,11 @@ class DeepSeekV31Family(ThinkingFamily[DeepSeekOptions]):
         system, rest = (messages[0].content, messages[1:]) if messages[0].role == "system" else ("", messages)
         return tokens.BEGIN + "\n\n".join(part for part in (system, _described(tools)) if part), rest
 
+    @property
+    def appendable(self) -> frozenset[str]:
+        """No tool results while thinking is on."""
+        return super().appendable - ({"tool"} if self.options.thinking else set())
+
     def prefill(self) -> str:
         return self.thoughts.opening if self.options.thinking else self._empty
 

@@ -70,6 +70,9 @@ class Glm46Family(_Glm):
         """Without reasoning an empty thought, as the template writes for every turn."""
         return self.no_thought if forgotten else f"\n<think>{(message.reasoning or '').strip()}</think>"
 
+    def lead(self) -> str:
+        return "" if self.options.thinking else self.newline
+
     def spoken(self, message: Message) -> str:
         silent = message.role == "user" and not self.options.thinking and not message.content.endswith("/nothink")
         return super().spoken(message) + ("/nothink" if silent else "")

@@ -59,6 +59,10 @@ class GptOssFamily(DeclaredFamily[GptOssOptions]):
         source = tokenizer.template().source
         return all(part in source for part in ("<|channel|>analysis<|message|>", "<|start|>developer", IDENTITY))
 
+    @property
+    def reasons(self) -> bool:
+        return True
+
     def earlier_reasoning(self) -> EarlierReasoning:
         return self.options.earlier_reasoning
 

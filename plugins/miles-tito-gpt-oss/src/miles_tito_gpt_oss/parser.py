@@ -73,11 +73,11 @@ class HarmonyText:
 
     def _read_header(self) -> bool:
         end = self._text.find(_MESSAGE)
+        possible = any(opening.startswith(self._text[: len(opening)]) for opening in _OPENINGS)
+        if not possible or max(end, len(self._text) if end < 0 else 0) > _MAX_HEADER:
+            self._plain, self._reasoning = True, False
+            return bool(self._text)
         if end < 0:
-            possible = any(o.startswith(self._text[: len(o)]) for o in _OPENINGS)
-            if self._text and (not possible or len(self._text) > _MAX_HEADER):
-                self._plain, self._reasoning = True, False
-                return True
             return False
         self._header, self._text = self._text[: end + len(_MESSAGE)], self._text[end + len(_MESSAGE) :]
         self._reasoning = "<|channel|>analysis" in self._header

@@ -48,7 +48,7 @@ class Llama31Family(DeclaredFamily[LlamaOptions]):
     system: ClassVar[Wrap | None] = Wrap("<|start_header_id|>system<|end_header_id|>\n\n", END)
     tool = Wrap("<|start_header_id|>ipython<|end_header_id|>\n\n", END)
     calls: ClassVar[CallFormat | None] = WholeReply()
-    deliberate: ClassVar[Mapping[str, str]] = {"tool loop": "a call with content: the template drops the content"}
+    deliberate: ClassVar[Mapping[str, str]] = {"tool loop": "the template drops words beside a call; they are refused"}
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
@@ -81,7 +81,11 @@ class Llama31Family(DeclaredFamily[LlamaOptions]):
     def said(self, message: Message, after: Message | None, *, forgotten: bool = False) -> str:
         if len(message.tool_calls) > 1:
             raise self._refused("several tool calls in one turn", "one", "let the agent answer them one by one")
-        return message.content + self.called(message) if message.tool_calls else message.content.strip()
+        if not message.tool_calls:
+            return message.content.strip()
+        if message.content:
+            raise self._refused("words beside a tool call", "a call alone", "leave the words out of the history")
+        return self.called(message)
 
     def tool_result(self, message: Message, call: Message | None) -> str:
         return self.tool(json.dumps(message.content, ensure_ascii=False))
