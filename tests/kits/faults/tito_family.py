@@ -42,14 +42,14 @@ class Sound:
     def spell(self, message, after=None):
         return spell_tool_calls(message.content, message.tool_calls)
 
-    def parse(self, output_ids):
+    def parse(self, output_ids, tools=()):
         ids = list(output_ids)
         if ids and ids[-1] in self.stop_token_ids:
             ids.pop()
         content, calls = parse_tool_calls(self.tokenizer.decode(ids))
         return Message(role="assistant", content=content, tool_calls=calls)
 
-    def stream_parser(self):
+    def stream_parser(self, tools=()):
         return Late(self) if type(self).parse is not Sound.parse else HermesParser(self.tokenizer, self.stop_token_ids)
 
 
@@ -81,6 +81,7 @@ class Faulty(TitoFamilyConformance):
         return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
+CHECK = "test_it_holds_on_every_conversation_of_miles_tito_check"
 TURN_BY_TURN = "test_a_row_built_turn_by_turn_is_the_row_rendered_at_once"
 
 
@@ -101,7 +102,7 @@ class TestForgetsTheSeparator(Faulty):
             super().merge(prefix, suffix)
             return [*prefix, *suffix]
 
-    caught_by = {TURN_BY_TURN: "differs from token"}
+    caught_by = {CHECK: "users in turn", TURN_BY_TURN: "differs from token"}
 
 
 class TestDuplicatesTheSeparator(Faulty):
@@ -109,7 +110,7 @@ class TestDuplicatesTheSeparator(Faulty):
         def append(self, stored, appended, tools=()):
             return self.newline + super().append(stored, appended, tools)
 
-    caught_by = {TURN_BY_TURN: "differs from token"}
+    caught_by = {CHECK: "users in turn", TURN_BY_TURN: "differs from token"}
 
 
 class TestForgetsTheOpener(Faulty):
@@ -118,7 +119,7 @@ class TestForgetsTheOpener(Faulty):
             text = self.text(appended).removesuffix("<|im_start|>assistant\n")
             return self.tokenizer.encode(text)
 
-    caught_by = {TURN_BY_TURN: "differs from token"}
+    caught_by = {CHECK: "users in turn", TURN_BY_TURN: "differs from token"}
 
 
 class TestClosesACutTurn(Faulty):
@@ -127,7 +128,10 @@ class TestClosesACutTurn(Faulty):
             row = list(prefix)
             return super().merge(row if row[-1:] == [self.end] else [*row, self.end], suffix)
 
-    caught_by = {"test_a_turn_without_its_end_is_not_closed_silently": "went on after a turn that was cut off"}
+    caught_by = {
+        CHECK: "went on after a turn that was cut off",
+        "test_a_turn_without_its_end_is_not_closed_silently": "went on after a turn that was cut off",
+    }
 
 
 class TestEncodesTheHistoryToFindTheSuffix(Faulty):
@@ -147,7 +151,7 @@ class TestAddsADefaultSystemPromptEveryTime(Faulty):
                 messages = [Message(role="system", content="Be kind."), *messages]
             return super().text(messages)
 
-    caught_by = {TURN_BY_TURN: "differs from token"}
+    caught_by = {CHECK: "users in turn", TURN_BY_TURN: "differs from token"}
 
 
 class TestDropsTools(Faulty):
@@ -155,12 +159,12 @@ class TestDropsTools(Faulty):
         def render(self, messages, tools=()):
             return super().render(messages)
 
-    caught_by = {"test_tools_do_not_vanish": "does not show them"}
+    caught_by = {CHECK: "is not in the row", "test_tools_do_not_vanish": "does not show them"}
 
 
 class TestStripsText(Faulty):
     class family(Sound):
-        def parse(self, output_ids):
+        def parse(self, output_ids, tools=()):
             found = super().parse(output_ids)
             return dataclasses.replace(found, content=found.content.strip())
 
@@ -169,11 +173,12 @@ class TestStripsText(Faulty):
 
 class TestKeepsTheStopTokenInTheText(Faulty):
     class family(Sound):
-        def parse(self, output_ids):
+        def parse(self, output_ids, tools=()):
             content, calls = parse_tool_calls(self.tokenizer.decode(output_ids))
             return Message(role="assistant", content=content, tool_calls=calls)
 
     caught_by = {
+        CHECK: "one turn",
         "test_plain_text_comes_back": "came back as",
         "test_broken_tool_calls_stay_in_the_content": "was read as",
     }
@@ -181,7 +186,7 @@ class TestKeepsTheStopTokenInTheText(Faulty):
 
 class TestRespellsArguments(Faulty):
     class family(Sound):
-        def parse(self, output_ids):
+        def parse(self, output_ids, tools=()):
             found = super().parse(output_ids)
             calls = tuple(
                 ToolCall(id=call.id, name=call.name, arguments=json.dumps(json.loads(call.arguments)))
@@ -189,12 +194,12 @@ class TestRespellsArguments(Faulty):
             )
             return dataclasses.replace(found, tool_calls=calls)
 
-    caught_by = {"test_tool_calls_are_read_to_the_character": "was read as"}
+    caught_by = {CHECK: "arguments with line breaks", "test_tool_calls_are_read_to_the_character": "was read as"}
 
 
 class TestRaisesOnBrokenCalls(Faulty):
     class family(Sound):
-        def parse(self, output_ids):
+        def parse(self, output_ids, tools=()):
             found = super().parse(output_ids)
             _, opened, rest = found.content.partition("<tool_call>")
             if opened:
@@ -203,6 +208,7 @@ class TestRaisesOnBrokenCalls(Faulty):
 
     # Noise may spell an opening tag too, so parsing at large fails with it.
     caught_by = {
+        CHECK: "JSONDecodeError",
         "test_broken_tool_calls_stay_in_the_content": "JSONDecodeError",
         "test_parsing_never_raises": "JSONDecodeError",
         "test_what_is_streamed_is_what_is_parsed": "JSONDecodeError",
@@ -216,6 +222,7 @@ class TestKeepsState(Faulty):
             return super().render(messages, tools)
 
     caught_by = {
+        CHECK: "users in turn",
         "test_a_row_depends_on_its_arguments_alone": "another row the second time",
     }
 
@@ -236,11 +243,12 @@ class TestHasNoStopToken(Faulty):
             super().__init__(tokenizer)
             self.stop_token_ids = frozenset({tokenizer.vocab_size + 7})
 
-        def parse(self, output_ids):
+        def parse(self, output_ids, tools=()):
             ids = [index for index in output_ids if index != self.end]
             return super().parse(ids)
 
     caught_by = {
+        CHECK: "users in turn",
         "test_stop_tokens_are_tokens": "without a token",
         **dict.fromkeys(
             (
@@ -270,28 +278,28 @@ class TestClaimsWithTheTokenItself(Faulty):
 
 class TestStreamsTagsAsText(Faulty):
     class family(Sound):
-        def stream_parser(self):
+        def stream_parser(self, tools=()):
             parser, text = HermesParser(self.tokenizer, self.stop_token_ids), self.tokenizer.text_stream()
             parser.feed = lambda ids: [Delta(content=text.push(ids))]
             parser.finish = lambda: [Delta(content=text.flush())]
             return parser
 
-    caught_by = {"test_what_is_streamed_is_what_is_parsed": "was streamed as"}
+    caught_by = {CHECK: "pieces of 1", "test_what_is_streamed_is_what_is_parsed": "was streamed as"}
 
 
 class TestStreamsBytesOfHalfACharacter(Faulty):
     class family(Sound):
-        def stream_parser(self):
+        def stream_parser(self, tools=()):
             parser = HermesParser(self.tokenizer, self.stop_token_ids)
             parser._text.push = self.tokenizer.decode
             return parser
 
-    caught_by = {"test_what_is_streamed_is_what_is_parsed": "was streamed as"}
+    caught_by = {CHECK: "pieces of 1", "test_what_is_streamed_is_what_is_parsed": "was streamed as"}
 
 
 class TestStreamsNothingBeforeTheEnd(Faulty):
     class family(Sound):
-        def stream_parser(self):
+        def stream_parser(self, tools=()):
             late = Late(self)
             late.feed = lambda ids: late.ids.extend(ids) or []
             return late
@@ -306,5 +314,6 @@ class TestLooksAtTheWholeRow(Faulty):
             return merged if len(prefix) < 200 else [*merged[: len(prefix)], *self.newline, *merged[len(prefix) :]]
 
     caught_by = {
+        CHECK: "tool loop",
         "test_a_seam_is_made_from_the_end_of_the_row": "differs from token",
     }
