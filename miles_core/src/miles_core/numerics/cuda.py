@@ -1,12 +1,16 @@
 """The operators on an NVIDIA GPU, in Triton: block shapes are constants, so that no batch decides the order of a sum.
 
 Every program walks its reduction (the inner dimension, the keys, a row) from the first element in steps of one size.
-Nothing is split among programs, and a block that contributes nothing leaves the running values as they are.
+Nothing is split among programs, and a block that contributes nothing leaves the running values as they are. The number
+of rows is not specialised on: one compiled kernel serves every batch.
 
 Letters: M rows, K inner, N outputs, T query tokens, Q query heads, H key-value heads, D head dimensions.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
 
 import torch
 import triton
@@ -15,18 +19,25 @@ from torch import Tensor
 
 from miles_core.numerics.spans import Spans
 
-ATTENTION_ROWS = 16
-"""Query tokens times heads of a group in one attention tile: the smallest tile of the matrix units, since decoding has
-one token a sequence."""
+FEW_ROWS = 64
+"""Up to here a matrix product is bound by reading the weight, and wants many small tiles."""
+SMALL: Sequence[Mapping[str, int]] = (
+    {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4},
+    {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
+)
+"""Tiles for few rows, the faster first. Which of them adds up like `LARGE` depends on the device's matrix units."""
+LARGE: Mapping[str, int] = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 8, "num_stages": 3}
+"""Tile for many rows."""
+ATTENTION_ROWS = 64
+"""Query tokens times heads of a group in one attention tile, also while decoding, where most rows are empty: reading
+the keys is what takes the time then, and a smaller tile would run on other instructions, with other sums."""
 KEYS = 64
 """Keys of an attention block."""
 SUM_BLOCK = 4096
 """Logits read at a time by `logsumexp`."""
-SMALL = {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 4}
-"""Tile of every matrix product whose weight is small enough to leave multiprocessors idle with a larger one."""
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
 def _linear_kernel(  # type: ignore[no-untyped-def]
     x, w, out, M, N, K, stride_x, stride_w, stride_out,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
@@ -56,17 +67,21 @@ def _linear_kernel(  # type: ignore[no-untyped-def]
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``f[M, K], f[N, K] -> f[M, N]`` in x's dtype, summed in float32."""
+    small, agree = small_tile(x.device.index or 0)
+    return _linear(x, weight, LARGE if agree and x.shape[0] > FEW_ROWS else small, x.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, tile: Mapping[str, int], dtype: torch.dtype) -> Tensor:
     rows, inner = x.shape
     outputs = weight.shape[0]
     x, weight = x.contiguous(), weight.contiguous()
-    out = x.new_empty((rows, outputs))
-    tile = SMALL
+    out = x.new_empty((rows, outputs), dtype=dtype)
     grid = (triton.cdiv(rows, tile["BLOCK_M"]) * triton.cdiv(outputs, tile["BLOCK_N"]),)
     _linear_kernel[grid](x, weight, out, rows, outputs, inner, inner, inner, outputs, GROUP=8, **tile)
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["M"])  # type: ignore[untyped-decorator]
 def _rms_norm_kernel(  # type: ignore[no-untyped-def]
     x, weight, out, inverse_out, M, K, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr
 ):
@@ -95,7 +110,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     return out, inverse
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["count"])  # type: ignore[untyped-decorator]
 def _silu_mul_kernel(gate, up, out, count, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     here = at < count
@@ -140,7 +155,7 @@ def logsumexp(x: Tensor) -> Tensor:
     return out
 
 
-@triton.jit  # type: ignore[untyped-decorator]
+@triton.jit(do_not_specialize=["num_tiles"])  # type: ignore[untyped-decorator]
 def _attention_kernel(  # type: ignore[no-untyped-def]
     query, keys, values, out, tiles, num_tiles, scale,
     stride_query, stride_key, stride_out,
@@ -196,3 +211,21 @@ def attention(query: Tensor, keys: Tensor, values: Tensor, spans: Spans, scale: 
         GROUPS=groups, DIMS=dims, ROWS=ATTENTION_ROWS, KEYS=KEYS, num_warps=4, num_stages=2,
     )  # fmt: skip
     return out
+
+
+@functools.cache
+def small_tile(index: int) -> tuple[Mapping[str, int], bool]:
+    """The tile for few rows on device `index`, and whether `LARGE` gives the same float32 sums, bit for bit.
+
+    Where no tile agrees, the first one serves every number of rows. Compared before rounding to bfloat16: matrix units
+    that add up otherwise differ in a good part of the float32 sums, and in few of the rounded ones.
+    """
+    device = torch.device("cuda", index)
+    draw = torch.Generator(device).manual_seed(0)
+    with torch.inference_mode(), torch.cuda.device(device):
+        x, weight = (torch.randn(rows, 4096, generator=draw, device=device).bfloat16() for rows in (256, 512))
+        wanted = _linear(x, weight, LARGE, torch.float32)
+        for tile in SMALL:
+            if torch.equal(_linear(x, weight, tile, torch.float32), wanted):
+                return tile, True
+    return SMALL[0], False

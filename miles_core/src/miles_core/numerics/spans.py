@@ -43,6 +43,19 @@ class Spans:
     spans: Sequence[Span]
     _tiles: dict[int, Tiles] = field(default_factory=dict)
     _tables: dict[tuple[int, torch.device], Tensor] = field(default_factory=dict)
+    _fixed: tuple[int, Tensor] | None = None
+
+    @classmethod
+    def from_table(cls, most_queries: int, table: Tensor) -> Spans:
+        """Spans that exist on a device only, where a recorded graph reads them.
+
+        Args:
+            most_queries: No span has more; a tile of at least as many holds a whole span.
+            table: i64[4, spans], as `table` returns it.
+        """
+        spans = cls(())
+        spans._fixed = (most_queries, table)
+        return spans
 
     def tiles(self, queries: int) -> Tiles:
         """Pieces of at most `queries` tokens, in order; every token of every span is in exactly one."""
@@ -58,6 +71,9 @@ class Spans:
 
     def table(self, queries: int, device: torch.device) -> Tensor:
         """i64[4, tiles] on a device: first token, count, start and key-value row of each piece."""
+        if self._fixed is not None:
+            assert queries >= self._fixed[0]
+            return self._fixed[1]
         key = (queries, device)
         if key not in self._tables:
             t = self.tiles(queries)

@@ -30,6 +30,8 @@ class SlotStore:
     def __init__(self) -> None:
         self.slots = 0
         self.capacity = 0
+        self.generation = 0
+        """Changes whenever tensors move; a recorded graph of an older one is void."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     @property
@@ -49,6 +51,7 @@ class SlotStore:
             grown = self.capacity
         kept_slots, kept_tokens = min(slots, self.slots), min(grown, self.capacity)
         self.slots, self.capacity = slots, grown
+        self.generation += 1
         for layer, pair in self._layers.items():
             fresh = [self._zeros(old) for old in pair]
             for old, new in zip(pair, fresh, strict=True):
@@ -67,6 +70,7 @@ class SlotStore:
             index: i64[N], ``slot * capacity + position`` of each.
         """
         if layer not in self._layers:
+            self.generation += 1
             self._layers[layer] = (self._zeros(key), self._zeros(value))
         pair = self._layers[layer]
         for stored, new in zip(pair, (key, value), strict=True):
@@ -89,6 +93,7 @@ class SlotStore:
     def clear(self) -> None:
         """Forget everything: other weights would have made other keys and values."""
         self._layers.clear()
+        self.generation += 1
         self.slots = self.capacity = 0
 
 

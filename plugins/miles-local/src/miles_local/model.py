@@ -20,6 +20,7 @@ from miles_core.numerics.patch import make_invariant
 from miles_core.routing.codec import Routes, dtype_for
 from miles_core.routing.hf import RouteRecorder, find_routers
 from miles_local import attention, true_on_policy, weights
+from miles_local.graphs import DecodeGraphs
 from miles_local.kv import SlotStore
 from miles_local.sampling import sample
 from miles_local.scheduler import CopySlot, LoadSlot, Plan, SaveSlot
@@ -49,6 +50,7 @@ class LocalModel:
         self._device = device
         self._exact = exact
         self._store = SlotStore()
+        self._graphs = DecodeGraphs(self._run, self._store, device) if exact and device.type == "cuda" else None
         self._recorder: RouteRecorder | None = None
 
     @classmethod
@@ -137,14 +139,23 @@ class LocalModel:
 
     def _forward(self, plan: Plan) -> Tensor:
         """Logits [S, V] after the plan's sampled tokens (one row of no meaning when it samples none)."""
+        if self._graphs is not None and (replayed := self._graphs.logits(plan)) is not None:
+            return replayed
         positions = torch.tensor(plan.positions, device=self._device)
         slots = torch.tensor(plan.token_slots, device=self._device)
         step = attention.StepAttention(self._store, slots * self._store.capacity + positions, plan.decode, plan.prefill)
+        keep = torch.tensor(plan.sampled or (0,), device=self._device)
+        return self._run(torch.tensor(plan.token_ids, device=self._device), positions, step, keep)
+
+    def _run(
+        self, token_ids: Tensor, positions: Tensor, step: attention.StepAttention, keep: Tensor | int = 0
+    ) -> Tensor:
+        """Logits after the tokens that `keep` indexes; 0 keeps all."""
         output = self._model(
-            input_ids=torch.tensor([plan.token_ids], device=self._device),
+            input_ids=token_ids[None],
             position_ids=positions[None],
             use_cache=False,
-            logits_to_keep=torch.tensor(plan.sampled or (0,), device=self._device),
+            logits_to_keep=keep,
             slots=step,
         )
         logits: Tensor = output.logits[0]
