@@ -30,6 +30,12 @@ STAND_INS: dict[str, list[Capability]] = {
             load="x:X",
             provides=frozenset({"verifies-weights", "records-routes", "true-on-policy"}),
         ),
+        Capability(
+            name="steady",
+            summary="",
+            load="x:X",
+            provides=frozenset({"verifies-weights", "pauses-in-place", "true-on-policy", "version-spans"}),
+        ),
         Capability(name="mute", summary="", load="x:X"),
     ],
     "transport": [

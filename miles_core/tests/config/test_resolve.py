@@ -210,6 +210,9 @@ SOUND_BUT_FOR = {
     "MIL801": ["precision.true_on_policy=true"],
     "MIL802": ["precision.true_on_policy=true", "model=exact", "backend=plain"],
     "MIL803": ["precision.true_on_policy=true", "model=exact", "objective.old_logprobs=rollout"],
+    "MIL804": [
+        "precision.true_on_policy=true", "model=exact", "engine=steady", "schedule.on_weight_update=in-place",
+    ],
     "MIL901": ["environment=gym"],
     "MIL902": ["eval.prompts=3"],
     "MIL903": ["environment=gym", "data=null", "rewards=[]", "rollout.reward_workers=3"],

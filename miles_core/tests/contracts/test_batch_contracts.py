@@ -94,6 +94,21 @@ def test_staleness_is_another_contract_so_fresh_tokens_are_judged_where_there_ar
     assert "contract/logprobs/abs_diff_mean_fresh" not in nothing_fresh.metrics
 
 
+def test_a_promise_of_equality_is_broken_by_one_fresh_token_and_by_no_stale_one() -> None:
+    versions = np.array([-1, 3, 2, -1, 3, 1])
+    stale_moved = batch(old_logprobs=old(0.4, 0.1, 0.4, 0.1), versions=versions)
+    report = logprobs.check(stale_moved, current_version=3, exact=True)
+    assert report.status is Verdict.OK
+    assert report.metrics["contract/logprobs/abs_diff_max_fresh"] == 0.0
+    one_off = batch(old_logprobs=old(0.4, 0.1, np.float32(0.4) * np.float32(1 + 1e-6), 0.1), versions=versions)
+    assert logprobs.check(one_off, current_version=3).status is Verdict.OK
+    report = logprobs.check(one_off, current_version=3, exact=True)
+    assert report.status is Verdict.BROKEN
+    assert 0 < report.metrics["contract/logprobs/abs_diff_max_fresh"] < 1e-5
+    assert report.offenders
+    assert logprobs.check(stale_moved, current_version=4, exact=False).status is Verdict.BROKEN
+
+
 def test_a_large_mean_difference_is_broken_and_names_the_worst_sequence() -> None:
     report = logprobs.check(batch(old_logprobs=old(0.4, 0.4, 0.1, 0.1)))
     assert report.status is Verdict.BROKEN

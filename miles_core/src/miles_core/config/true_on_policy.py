@@ -36,6 +36,12 @@ def _unmeasured(s: Setup) -> str | None:
     return None
 
 
+def _old_keys(s: Setup) -> str | None:
+    if s.spec.precision.true_on_policy and s.spec.schedule.on_weight_update == "in-place":
+        return "a token sampled over key-values of older weights has a log-prob that no one version gives"
+    return None
+
+
 TRUE_ON_POLICY: tuple[Check, ...] = (
     Check(
         id="MIL801",
@@ -59,6 +65,14 @@ TRUE_ON_POLICY: tuple[Check, ...] = (
         path="objective.old_logprobs",
         find=_unmeasured,
         do="set objective.old_logprobs: trainer, or precision.true_on_policy: false",
+        reads=("precision.true_on_policy",),
+    ),
+    Check(
+        id="MIL804",
+        about="True-on-policy tokens are sampled over key-values of their own weights.",
+        path="schedule.on_weight_update",
+        find=_old_keys,
+        do="set schedule.on_weight_update: retract, or precision.true_on_policy: false",
         reads=("precision.true_on_policy",),
     ),
 )

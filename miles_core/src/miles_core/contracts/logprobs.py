@@ -29,6 +29,7 @@ def check(
     old_is_rollout: bool = False,
     current_version: int | None = None,
     max_mean_abs_diff: float = MAX_MEAN_ABS_DIFF,
+    exact: bool = False,
 ) -> Report:
     """Compare the old policy's log-probs with those the engine recorded, over trained tokens.
 
@@ -37,6 +38,7 @@ def check(
         current_version: Version of the trainer's weights. Tokens of older versions differ also because the policy has
             moved on, which is no fault of either side: where there are fresh tokens, they alone are judged.
         max_mean_abs_diff: Nats beyond which the mean of \\|d\\| breaks the contract.
+        exact: The run promises identical log-probs (true-on-policy): one fresh token that differs breaks the contract.
     """
     if old_is_rollout or batch.old_logprobs is None or not batch.num_loss_tokens:
         return Report(name="logprobs", status=Verdict.UNAVAILABLE)
@@ -47,7 +49,8 @@ def check(
     low, high = RATIO_BOUNDS
     fresh = np.ones(d.shape, np.bool_) if current_version is None else batch.versions[mask] == current_version
     judged = float(np.abs(d[fresh]).mean()) if fresh.any() else mean
-    broken = not judged <= max_mean_abs_diff  # NaN is broken
+    largest = float(np.abs(d[fresh]).max(initial=0.0))
+    broken = not judged <= max_mean_abs_diff or (exact and largest != 0.0)  # NaN is broken
     return Report(
         name="logprobs",
         status=Verdict.BROKEN if broken else Verdict.OK,
@@ -61,11 +64,15 @@ def check(
             "contract/logprobs/ratio_max": float(ratio.max()),
             "contract/logprobs/ratio_outside_fraction": float(((ratio < low) | (ratio > high)).mean()),
             "contract/logprobs/fresh_fraction": float(fresh.mean()),
-            **({"contract/logprobs/abs_diff_mean_fresh": judged} if fresh.any() else {}),
+            **(_fresh(judged, largest) if fresh.any() else {}),
             **{f"contract/logprobs/ratio_bin/{name}": float(part.mean()) for name, part in histogram(ratio).items()},
         },
         offenders=_worst(d, batch.sequence_ids[mask]) if broken else (),
     )
+
+
+def _fresh(mean: float, largest: float) -> dict[str, float]:
+    return {"contract/logprobs/abs_diff_mean_fresh": mean, "contract/logprobs/abs_diff_max_fresh": largest}
 
 
 def histogram(ratio: Any) -> dict[str, Any]:
@@ -85,4 +92,4 @@ def _worst(
     sequences, index = np.unique(sequence_ids, return_inverse=True)
     means = np.bincount(index, weights=np.abs(d)) / np.bincount(index)
     order = np.argsort(-means, kind="stable")[:MAX_OFFENDERS]
-    return tuple(f"sequence {int(sequences[s])}: mean |difference| {means[s]:.3f} nats" for s in order)
+    return tuple(f"sequence {int(sequences[s])}: mean |difference| {means[s]:.4g} nats" for s in order)

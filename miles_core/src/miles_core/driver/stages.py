@@ -151,7 +151,12 @@ def check_contracts(
     return [
         tokens.check(collected.groups, batch),
         routes.check(batch, num_experts=run.num_experts, mode=run.spec.rollout.routes, counts=counts),
-        logprobs.check(batch, old_is_rollout=old_is_rollout, current_version=version),
+        logprobs.check(
+            batch,
+            old_is_rollout=old_is_rollout,
+            current_version=version,
+            exact=run.spec.precision.true_on_policy,
+        ),
         versions.check(collected.groups, current_version=version, max_staleness=max_staleness),
     ]
 
