@@ -40,7 +40,14 @@ def miles_environments() -> Iterable[Capability]:
             summary="one prompt, one answer; rewards score it",
             load="miles_core.rollout.chat:ChatEnvironment",
             provides=frozenset({"needs-rewards"}),
-        )
+        ),
+        Capability(
+            name="agent",
+            summary="an agent program of yours, unmodified, against the session served over HTTP",
+            load="miles_core.rollout.agent:AgentEnvironment",
+            options=f"{_OPTIONS}:AgentOptions",
+            provides=frozenset({"multi-turn"}),
+        ),
     ]
 
 

@@ -144,3 +144,31 @@ class BoundedBufferOptions(Options):
 
     capacity_factor: PositiveFloat = 2.0
     """Groups held at most, as a multiple of `schedule.groups_per_step`."""
+
+
+# --- environments -----------------------------------------------------------------------------------------------------
+
+
+class AgentOptions(Options):
+    """An agent program against the served session."""
+
+    command: Annotated[str, Field(min_length=1)] | None = None
+    """Command line of the agent, split like a shell does; it gets the task as JSON on standard input."""
+    function: Annotated[str, Field(pattern=r"^.+:[A-Za-z_][\w.]*$")] | None = None
+    """Instead of a command: an async Python function, module:attr or /absolute/file.py:fn, of one `Task`."""
+    cwd: str | None = None
+    """Folder the command runs in; null is that of the run."""
+    env: dict[str, str] = {}
+    """Environment variables of the command beside the session's; nothing secret is inherited."""
+    host: str = "127.0.0.1"
+    """Address the session server listens on; a sandbox elsewhere needs one it can reach."""
+    port: Annotated[int, Field(ge=0, le=65535)] = 0
+    """Port the session server listens on; 0 takes a free one."""
+    public_url: str | None = None
+    """URL under which agents reach the server, where it is not the address it listens on."""
+
+    @model_validator(mode="after")
+    def _one_agent(self) -> Self:
+        if (self.command is None) == (self.function is None):
+            raise ValueError("give `command` or `function`, and not both")
+        return self

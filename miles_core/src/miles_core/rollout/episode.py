@@ -195,7 +195,8 @@ class _Watched:
     """The session an environment gets: knows whether an answer is awaited, so that a deadline can say who was late."""
 
     def __init__(self, session: SessionHandle) -> None:
-        self._session = session
+        self.session = session
+        """For environments that serve it to somebody else."""
         self._late: Boundary = Boundary.ENVIRONMENT
         self.timeout: Failure | None = None
 
@@ -203,7 +204,7 @@ class _Watched:
         # Not reset when the call is cancelled: that is how a deadline ends it.
         self._late = Boundary.ENGINE
         try:
-            completion = await self._session.complete(messages, tools)
+            completion = await self.session.complete(messages, tools)
         except Exception:
             self._late = Boundary.ENVIRONMENT
             raise
@@ -211,6 +212,8 @@ class _Watched:
         return completion
 
     def ran_out(self, timeout_s: float) -> None:
+        if getattr(self.session, "reserved", 0):
+            self._late = Boundary.ENGINE  # a served turn was under way
         message = f"the episode passed its deadline of {timeout_s:g} s, waiting for the {self._late}"
         self.timeout = Failure(boundary=self._late, message=message, timed_out=True)
 

@@ -58,12 +58,13 @@ class Entry:
 
 class SessionStore:
     """Args:
+    factory: Opens sessions for clients; None where only a run opens them.
     clock: Seconds; monotonic.
     """
 
     def __init__(
         self,
-        factory: SessionFactory,
+        factory: SessionFactory | None,
         settings: ServerSettings,
         *,
         journal: Journal | None = None,
@@ -94,6 +95,8 @@ class SessionStore:
         Raises:
             Refused: 503 when there are too many, all in use.
         """
+        if self.factory is None:
+            raise Refused(409, "sessions of this server are opened by its run")
         self._make_room()
         key = secrets.token_hex(16)
         session = self.factory.open(key, params)
@@ -108,6 +111,12 @@ class SessionStore:
         self.metrics.add("miles_sessions_created_total")
         key = secrets.token_hex(16)
         return self._enter(Entry(key=key, session=session, created=time.time(), last_used=self._clock(), owned=True))
+
+    def release(self, key: str) -> None:
+        """The run that owns the session is done with it: turns under way are cancelled, and it is served no more."""
+        self._drop(key, "released")
+        self._gone[key] = "its episode ended"
+        self._forget_old()
 
     def restore(self) -> int:
         """Open every session of the journal again; how many there are."""
@@ -150,8 +159,7 @@ class SessionStore:
         if self._journal is not None and not entry.owned:
             self._journal.forget(key)
         self._gone[key] = reason
-        while len(self._gone) > REMEMBERED:
-            self._gone.popitem(last=False)
+        self._forget_old()
 
     def close_all(self) -> None:
         """At shutdown: sessions leave memory, and their journal stays."""
@@ -195,6 +203,10 @@ class SessionStore:
 
     # --- private ------------------------------------------------------------------------------------------------------
 
+    def _forget_old(self) -> None:
+        while len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
+
     def _busy(self, entry: Entry) -> bool:
         return entry.owned or entry.users > 0 or len(entry.running) > 0
 
@@ -213,7 +225,7 @@ class SessionStore:
         return entry
 
     def _restored(self, key: str) -> Entry | None:
-        if self._journal is None or key in self._entries:
+        if self._journal is None or self.factory is None or key in self._entries:
             return self._entries.get(key)
         session = self._journal.load(key, self.factory)
         if session is None:
