@@ -21,7 +21,8 @@ GLM = Sizes(
     vocabulary=154_880,
     query_width=16_384,
     key_width=16_384,
-    ffn_kept=8 * (4 * 2048 + 3 * 6144) + 4 * 2048,
+    ffn_width=9 * 2048,
+    ffn_copies=3 * 8 * 6144,
 )
 """A mixture of 744 billion parameters, most of them in routed experts."""
 

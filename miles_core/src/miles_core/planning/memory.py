@@ -133,7 +133,9 @@ def _megatron_stage(sizes: Sizes, layout: Layout, work: Work, stage: int) -> Ran
     # 1F1B: the first stage holds as many micro-batches as there are stages.
     waiting = layout.pp - stage
     tokens = ceil(work.micro_batch_tokens / layout.cp)
-    items += _activations(sizes, work, tokens, len(held), waiting, layout)
+    # Unfused, Megatron keeps one more copy of half the gated width and of each branch before it is added.
+    more = (sizes.ffn_width / layout.tp + 2 * sizes.hidden) * element
+    items += _activations(sizes, work, tokens, len(held), waiting, layout, more)
     if stage == layout.pp - 1:
         items.append(_logits(sizes, work, tokens, layout.tp))
     return RankMemory(stage=stage, items=tuple(items))
@@ -157,7 +159,7 @@ def fsdp(sizes: Sizes, gpus: int, work: Work) -> RankMemory:
     if work.reference:
         items.append(Item("reference policy", share * element))
     one = Layout(gpus=1)
-    items += _activations(sizes, work, work.micro_batch_tokens, sizes.layers, 1, one)
+    items += _activations(sizes, work, work.micro_batch_tokens, sizes.layers, 1, one, 0.0)
     items.append(_logits(sizes, work, work.micro_batch_tokens, 1))
     return RankMemory(stage=0, items=tuple(items))
 
@@ -169,13 +171,16 @@ def layer_bytes_per_token(sizes: Sizes, element: int, tp: int = 1, *, sequence_p
     residual = 2 * h * element + 2 * h * NORM_BYTES
     heads = (q + k) * NORM_BYTES if sizes.normalises_heads else 0
     attention = heads + (q + 2 * k) * element + 2 * (q + k) * element + q * element  # projections, rotary, output
-    ffn = sizes.ffn_kept * element
+    ffn = (4 * sizes.ffn_width + sizes.ffn_copies) * element  # gate, up, activation, product
     return (residual / tp if sequence_parallel else residual) + (attention + ffn) / tp
 
 
-def _activations(sizes: Sizes, work: Work, tokens: int, layers: int, waiting: int, layout: Layout) -> list[Item]:
+def _activations(
+    sizes: Sizes, work: Work, tokens: int, layers: int, waiting: int, layout: Layout, more: float
+) -> list[Item]:
     element = ELEMENT[work.precision]
-    layer = tokens * layer_bytes_per_token(sizes, element, layout.tp, sequence_parallel=layout.sequence_parallel)
+    per_token = layer_bytes_per_token(sizes, element, layout.tp, sequence_parallel=layout.sequence_parallel)
+    layer = tokens * (per_token + more)
     if not work.recompute:
         return [Item("activations", round(waiting * layers * layer))]
     kept = tokens * sizes.hidden * element / (layout.tp if layout.sequence_parallel else 1)

@@ -37,8 +37,10 @@ class Sizes:
     """Keys of one token; values are as wide."""
     normalises_heads: bool = False
     """Queries and keys pass a norm of their own (Qwen3)."""
-    ffn_kept: int
-    """Elements that the backward pass of the widest feed-forward needs of one token."""
+    ffn_width: int
+    """Intermediate features of one token: of all its experts together in a mixture."""
+    ffn_copies: int = 0
+    """Elements of a token's copies to its experts and of what they return; 0 in a dense model."""
 
     @property
     def layers(self) -> int:
@@ -104,15 +106,13 @@ def _widths(config: Mapping[str, object], vocabulary: int) -> dict[str, int]:
     kv = number("num_key_value_heads", default=heads)
     routed, shared = number("num_experts_per_tok", default=0), number("n_shared_experts", default=0)
     wide = number("moe_intermediate_size", "intermediate_size")
-    # Gate, up, activation and product; for each expert also the token's copy, its output and that weighted.
-    dense = 4 * number("intermediate_size")
-    sparse = routed * (4 * wide + 3 * hidden) + shared * 4 * wide
     return {
         "hidden": hidden,
         "vocabulary": vocabulary,
         "query_width": heads * head_dim,
         "key_width": kv * head_dim,
-        "ffn_kept": sparse if routed else dense,
+        "ffn_width": (routed + shared) * wide if routed else number("intermediate_size"),
+        "ffn_copies": 3 * routed * hidden,  # the token, the expert's output, and that weighted
     }
 
 
