@@ -140,6 +140,13 @@ def test_age_is_no_fault_of_the_log_probs(tmp_path: Path) -> None:
     assert verdict(tmp_path / "run") is None
 
 
+@pytest.mark.parametrize(("largest", "broken"), [(0.0, False), (1e-6, True)])
+def test_a_promise_of_equality_is_broken_by_any_difference(largest: float, broken: bool, tmp_path: Path) -> None:
+    metrics = {"contract/logprobs/abs_diff_max_fresh": largest}
+    write_run(tmp_path / "run", noise(1e-7), metrics=metrics, settings={"precision": {"true_on_policy": True}})
+    assert verdict(tmp_path / "run") == (("logprobs", "true-on-policy not kept", 1) if broken else None)
+
+
 def test_without_the_first_steps_rollouts_nothing_is_said_of_delivery(tmp_path: Path) -> None:
     directory = write_run(tmp_path / "run", drift(0.05))
     (directory.rollouts / "step_000001.parquet").unlink()

@@ -36,7 +36,8 @@ def check(
     Args:
         old_is_rollout: The run takes the engine's log-probs as the old policy; then there is nothing to compare.
         current_version: Version of the trainer's weights. Tokens of older versions differ also because the policy has
-            moved on, which is no fault of either side: where there are fresh tokens, they alone are judged.
+            moved on, which is no fault of either side. Fresh tokens alone are judged; without any, the figures are
+            reported and the verdict is unavailable.
         max_mean_abs_diff: Nats beyond which the mean of \\|d\\| breaks the contract.
         exact: The run promises identical log-probs (true-on-policy): one fresh token that differs breaks the contract.
     """
@@ -48,12 +49,13 @@ def check(
     mean = float(np.abs(d).mean())
     low, high = RATIO_BOUNDS
     fresh = np.ones(d.shape, np.bool_) if current_version is None else batch.versions[mask] == current_version
-    judged = float(np.abs(d[fresh]).mean()) if fresh.any() else mean
+    judged = float(np.abs(d[fresh]).mean()) if fresh.any() else 0.0
     largest = float(np.abs(d[fresh]).max(initial=0.0))
-    broken = not judged <= max_mean_abs_diff or (exact and largest != 0.0)  # NaN is broken
+    broken = math.isnan(mean) or not judged <= max_mean_abs_diff or (exact and largest != 0.0)
+    passed = Verdict.OK if fresh.any() else Verdict.UNAVAILABLE
     return Report(
         name="logprobs",
-        status=Verdict.BROKEN if broken else Verdict.OK,
+        status=Verdict.BROKEN if broken else passed,
         metrics={
             "contract/logprobs/abs_diff_mean": mean,
             "contract/logprobs/abs_diff_max": float(np.abs(d).max()),

@@ -25,7 +25,7 @@ class Report:
     """tokens | routes | logprobs | versions"""
     status: Verdict
     metrics: dict[str, float] = field(default_factory=dict)
-    """Declared names under ``contract/<name>/``; empty where nothing was measured."""
+    """Declared names under ``contract/<name>/``; figures may be there where no verdict can be."""
     offenders: tuple[str, ...] = ()
     """What broke it, at most `MAX_OFFENDERS` lines, worst first."""
 

@@ -24,6 +24,7 @@ FROM_LOGPROBS = (
     signs.cache_outlived,
     signs.weights_differ,
     signs.since_the_first_step,
+    signs.promise_of_equality,
 )
 """Explanations of one symptom, the narrowest first: only the first that fits is reported, and none when a direct
 measurement explains the symptom already."""

@@ -276,6 +276,24 @@ def weights_differ(evidence: Evidence) -> Finding | None:
 # --- from the log-probs, since the first step -------------------------------------------------------------------------
 
 
+def promise_of_equality(evidence: Evidence) -> Finding | None:
+    """True-on-policy is on, and a fresh token differs."""
+    if not evidence.setting("precision.true_on_policy"):
+        return None
+    differs = [(step, v) for step, v in evidence.record.series("contract/logprobs/abs_diff_max_fresh") if v > 0]
+    if not differs:
+        return None
+    step, largest = differs[0]
+    return Finding(
+        contract="logprobs",
+        cause="true-on-policy not kept",
+        since=step,
+        says="Engine and trainer promise identical log-probs and give different ones.",
+        evidence=(f"step {step}: up to {largest:.3g} nats on fresh tokens, 0 is promised",),
+        try_=("report it with the model's shape, device and dtype; precision.true_on_policy: false goes on without",),
+    )
+
+
 def since_the_first_step(evidence: Evidence) -> Finding | None:
     """A large difference while both sides hold the checkpoint, which nothing above explains: ask the checkpoint."""
     if not evidence.steps:

@@ -215,11 +215,24 @@ def verdict_text(report: Report) -> str:
     if report.status is Verdict.NOT_APPLICABLE:
         return "n/a (dense model)" if report.name == "routes" else "n/a"
     if report.status is Verdict.UNAVAILABLE:
-        return "not measured"
+        return figures_text(report.name, report.metrics) or "not measured"
     if report.status is Verdict.BROKEN and report.offenders:
         return f"BROKEN {report.offenders[0]}"
     return figures_text(report.name, report.metrics) or str(report.status)
 
+
+def _logprobs_text(numbers: Mapping[str, float]) -> str:
+    """Age moves log-probs too, so fresh tokens are told apart where there are others."""
+    mean, fraction = numbers["abs_diff_mean"], numbers.get("fresh_fraction", 1.0)
+    fresh = numbers.get("abs_diff_mean_fresh")
+    if fraction < 1 and fresh is not None:
+        return f"mean |d| {fresh:.2g} on the {fraction:.0%} fresh tokens, {mean:.2g} on all; the rest is also age"
+    if fraction < 1:
+        return f"mean |d| {mean:.2g} nats; no fresh tokens, so age and numerics are not told apart"
+    return f"mean |d| {mean:.2g}, max {numbers['abs_diff_max']:.2g} nats (rounding; broken above a mean of {_LIMIT})"
+
+
+_LIMIT = f"{MAX_MEAN_ABS_DIFF:g}"
 
 _TELLING = {
     "tokens": "checked_trajectories",
@@ -244,11 +257,7 @@ def figures_text(contract: str, metrics: Mapping[str, float]) -> str | None:
             different = numbers.get("different_fraction")
             return covered if different is None else f"{covered}, {different:.2%} sent to other experts"
         case "logprobs":
-            scale = f"{MAX_MEAN_ABS_DIFF:g}"
-            return (
-                f"mean |d| {numbers['abs_diff_mean']:.2g}, max {numbers['abs_diff_max']:.2g} nats "
-                f"(rounding; broken above a mean of {scale})"
-            )
+            return _logprobs_text(numbers)
         case "versions":
             return f"oldest {numbers['s_old_max']:.0f}, mean {numbers['token_staleness']:.2g} versions behind"
         case _:
