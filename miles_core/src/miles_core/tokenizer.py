@@ -50,11 +50,14 @@ class ChatTokenizer:
         """Folder it came from, for errors."""
 
     @classmethod
-    def from_dir(cls, path: str | Path, *, today: datetime.date | None = None) -> ChatTokenizer:
+    def from_dir(
+        cls, path: str | Path, *, today: datetime.date | None = None, template: Path | None = None
+    ) -> ChatTokenizer:
         """Read ``tokenizer.json``, ``tokenizer_config.json`` and the chat template of a Hugging Face folder.
 
         Args:
             today: Date a template may write; None gives it none (see `chat_template`).
+            template: A chat template file, instead of the folder's.
 
         Raises:
             DataError: a file is missing or unreadable; says which and what to do.
@@ -66,7 +69,11 @@ class ChatTokenizer:
         special = {name: _token_text(named[name]) for name in NAMED_SPECIAL_TOKENS if named.get(name)}
         templates = {
             name: ChatTemplate(source, variables=special, where=where, today=today)
-            for name, (source, where) in _template_sources(folder, config).items()
+            for name, (source, where) in (
+                _template_sources(folder, config)
+                if template is None
+                else {"default": (template.read_text(encoding="utf-8"), str(template))}
+            ).items()
         }
         if not templates:
             raise DataError(

@@ -15,6 +15,7 @@ COMMANDS = {
     "train": LazyCommand("miles_core.cli.train:command", "Run, or show the plan with --dry-run."),
     "plan": LazyCommand("miles_core.cli.plan:command", "Forecast memory, weight updates and overlap."),
     "check": LazyCommand("miles_core.cli.check:command", "Test this machine step by step, and say which part fails."),
+    "tito": LazyCommand("miles_core.cli.tito:command", "Prove a token family on a checkpoint, or write one."),
     "inspect": LazyCommand("miles_core.cli.inspect:command", "Show a trajectory of a run, token by token."),
     "doctor": LazyCommand("miles_core.cli.doctor:command", "Say which contract of a run is broken, and what to try."),
     "report": LazyCommand("miles_core.cli.report:command", "Write a run's report as one self-contained page."),

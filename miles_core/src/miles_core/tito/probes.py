@@ -83,6 +83,18 @@ def same_text(family: Writes, probe: Probe) -> bool:
     return _ours(family, probe) == _theirs(family, probe)
 
 
+def difference(family: Writes, probe: Probe) -> str | None:
+    """Where template and family part, the texts side by side; None where they write the same."""
+    ours, theirs = _ours(family, probe), _theirs(family, probe)
+    if ours == theirs:
+        return None
+    a, b = ours or "", theirs or ""
+    at = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    near = slice(max(0, at - 50), at + 70)
+    shown = ("refused" if ours is None else repr(a[near]), "refused" if theirs is None else repr(b[near]))
+    return f"from character {at} on\n  family   {shown[0]}\n  template {shown[1]}"
+
+
 def _ours(family: Writes, probe: Probe) -> str | None:
     try:
         return family.text(probe.messages, probe.tools)
