@@ -7,11 +7,13 @@
     ├── SessionError       a request does not extend the history the session owns
     │   └── BranchNeeded   … and the family could only go on in a branch of its own
     ├── EngineError        generation or a weight load failed
+    │   └── EngineLost     … because the engine is gone; another may go on
     ├── TransportError     a weight version could not be moved completely
     ├── CheckpointError    a checkpoint is absent, half-written or of another run
     ├── ContractError      one of the four contracts is broken
     ├── RewardError        a reward could not be computed
     └── RunError           the run cannot go on (no work, non-finite loss, stall)
+        └── TrainerLost    … because a trainer rank is gone; it can go back to its last checkpoint
 
 Every message says what was expected, what was found, where, and what to do.
 """
@@ -90,6 +92,10 @@ class EngineError(MilesError):
     """Generation or a weight load failed."""
 
 
+class EngineLost(EngineError):
+    """An engine is gone: its process ended, it was closed, or it no longer answers. Another one may go on."""
+
+
 class TransportError(MilesError):
     """A weight version could not be moved completely."""
 
@@ -108,3 +114,7 @@ class RewardError(MilesError):
 
 class RunError(MilesError):
     """The run cannot go on."""
+
+
+class TrainerLost(RunError):
+    """A trainer rank is gone; the run can go back to its last checkpoint."""

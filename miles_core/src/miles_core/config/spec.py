@@ -133,6 +133,10 @@ class RolloutSpec(Section):
     replay also has the trainer use the recorded ones (R3)."""
     max_concurrent: PositiveInt = 256
     """Trajectories in flight at most."""
+    health_interval_s: PositiveFloat = 10.0
+    """How often every engine is asked which version it serves."""
+    health_timeout_s: PositiveFloat = 60.0
+    """An engine that does not answer in this time is lost: its requests go on elsewhere, and it is replaced."""
     constant_reward_alarm_steps: NonNegativeInt = 5
     """Steps with one and the same reward everywhere before an alarm is raised; 0 is off."""
 
@@ -253,6 +257,8 @@ class CheckpointSpec(Section):
     """Newest checkpoints kept; null keeps all."""
     export_hf: bool = True
     """Also write the final weights as a Hugging Face folder."""
+    restarts: NonNegativeInt = 2
+    """Times a run that lost a trainer rank goes back to its last checkpoint by itself."""
 
 
 class TrackingSpec(Section):

@@ -18,7 +18,6 @@ from miles_core.driver.run import Learning, Run
 from miles_core.driver.settings import choose_device, engine_spec, option_values, trainer_spec
 from miles_core.driver.signals import StopRequest
 from miles_core.errors import CheckpointError
-from miles_core.kinds.engine import Engine
 from miles_core.kinds.environment import Environment
 from miles_core.kinds.executor import Executor, Trainer
 from miles_core.kinds.tito_family import TitoFamily
@@ -31,6 +30,7 @@ from miles_core.rollout.scheduler import GroupFilter
 from miles_core.session.assembly import assemble_attempt
 from miles_core.session.factory import SessionFactory, choose_family
 from miles_core.session.leaves import PICKERS
+from miles_core.session.pool import EnginePool
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
@@ -70,7 +70,8 @@ async def open_run(
         stack.push_async_callback(executor.close)
         with recorder.phase("start"), waiting("driver", on="the trainer and the engines to start"):
             trainer = await executor.start_trainer(trainer_spec(resolved, device))
-            engines = await executor.start_engines(engine_spec(resolved, device, directory.logs))
+            engines = list(await executor.start_engines(engine_spec(resolved, device, directory.logs)))
+            pool = EnginePool(engines)
         recorder.event("placed", **await executor.describe())
         transport: Transport = make(resolved, "transport")
         stack.push_async_callback(transport.close)
@@ -81,11 +82,13 @@ async def open_run(
             directory=directory,
             recorder=recorder,
             trainer=trainer,
+            executor=executor,
             engines=engines,
+            pool=pool,
             fleet=Fleet(transport, trainer, engines, _updates(resolved, trainer, model)),
             stream=stream,
             eval_prompts=eval_prompts,
-            episodes=_episodes(resolved, model, environment, engines, family, rewards),
+            episodes=_episodes(resolved, model, environment, pool, family, rewards),
             filters=_filters(resolved),
             learning=_learning(resolved),
             alarm=ConstantRewardAlarm(steps=spec.rollout.constant_reward_alarm_steps),
@@ -155,13 +158,13 @@ def _episodes(
     resolved: ResolvedRun,
     model: ModelFolder,
     environment: Environment,
-    engines: Sequence[Engine],
+    pool: EnginePool,
     family: TitoFamily,
     rewards: RewardPool,
 ) -> Episodes:
     spec = resolved.spec
     sessions = SessionFactory(
-        engines,
+        pool,
         family,
         load_target(resolved.one["matcher"].capability.load),
         context_length=context_length(spec.model.context_length, model.context_length),
@@ -237,7 +240,7 @@ async def _restore(run: Run, found: checkpoint.Checkpoint) -> None:
         await run.trainer.load(found.backend_dir)
     run.stream.restore(found.state["stream"])
     run.alarm.restore(found.state["alarm"])
-    run.start_step = run.saved_step = found.step
+    run.start_step = run.saved_step = run.trained_step = found.step
     run.resumed_metrics = found.state["metrics"]
     run.version = found.state.get("version", found.step - 1)
     run.published_step = found.state.get("published_step", found.step - 1)

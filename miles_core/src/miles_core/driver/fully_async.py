@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from miles_core.driver import stages
+from miles_core.driver.recovery import attend
 from miles_core.driver.run import Run
 from miles_core.kinds.data_buffer import FinishedGroup
 from miles_core.rollout import group_file
@@ -92,7 +93,7 @@ async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[st
         if run.save_due(step):
             await stages.save(run, step, metrics)
         if step % run.spec.schedule.update_weights_interval == 0 or step == run.last_step:
-            await stages.publish(run, run.version + 1, step=step)
+            await stages.publish(run, run.version + 1)
         idle = waited / max(time.monotonic() - began, 1e-9)
         run.recorder.timings({**producer.gauges(), "async/trainer_idle_fraction": idle})
         # Evaluation on the engines that also roll out: nothing new starts beside it, and the pause is its cost.
@@ -109,12 +110,16 @@ async def _take(run: Run, producer: Producer) -> list[FinishedGroup] | None:
     stopping = asyncio.create_task(run.stop.wait())
     try:
         with run.recorder.phase("rollout"), waiting("driver", on=f"a batch for step {producer.step}"):
-            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await attend(run, _either(taking, stopping))
         return taking.result() if taking.done() else None
     finally:
         for task in (taking, stopping):
             task.cancel()
         await asyncio.wait({taking, stopping})
+
+
+async def _either(*tasks: asyncio.Task[Any]) -> None:
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
 
 def _collected(run: Run, producer: Producer, taken: Sequence[FinishedGroup], step: int) -> Collected:

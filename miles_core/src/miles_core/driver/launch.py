@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from miles_core import plan as plans
 from miles_core.config.load import Source
 from miles_core.config.resolve import ResolvedRun
 from miles_core.config.spec import dump
-from miles_core.driver import fully_async, one_step_off, sync
+from miles_core.driver import fully_async, one_step_off, recovery, sync
 from miles_core.driver.assemble import open_run
 from miles_core.driver.environment import describe_environment
 from miles_core.driver.identity import check_same_run
 from miles_core.driver.recorder import Recorder
+from miles_core.driver.run import Run
 from miles_core.driver.signals import stop_on_signals
-from miles_core.errors import MilesError, RunError
+from miles_core.errors import MilesError, RunError, TrainerLost
 from miles_core.kinds.tracker import Tracker
 from miles_core.registry import Registry, load_target
 from miles_core.report.html import summary, write_report
@@ -136,11 +139,36 @@ async def _main(
     with stop_on_signals(main, display.say) as stop:
         guard = asyncio.create_task(watchdog(resolved.spec.stall_s, stalled))
         try:
-            async with open_run(resolved, registry, directory, recorder, stop, resume=resume) as run:
-                await LOOPS[resolved.spec.schedule.mode](run)
-                return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
+            for restarts in itertools.count():
+                try:
+                    async with open_run(
+                        resolved, registry, directory, recorder, stop, resume=resume or restarts > 0
+                    ) as run:
+                        await _watched(run, LOOPS[resolved.spec.schedule.mode](run))
+                        return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
+                except TrainerLost as error:
+                    if restarts == resolved.spec.checkpoint.restarts or stop.requested:
+                        raise
+                    recorder.event("restart", reason=error.message, where=error.where)
+                    display.say(f"{error.message}; going back to the last checkpoint", alarm=True)
+            raise AssertionError("the loop above ends by returning or raising")
         finally:
             guard.cancel()
+
+
+async def _watched(run: Run, loop: Coroutine[Any, Any, None]) -> None:
+    """Run the loop with its engines under watch."""
+    monitor = asyncio.create_task(recovery.monitor(run), name="engine monitor")
+    main = asyncio.create_task(loop, name="loop")
+    try:
+        await asyncio.wait({main, monitor}, return_when=asyncio.FIRST_COMPLETED)
+        if monitor.done():
+            monitor.result()  # it ends by an error only
+        main.result()
+    finally:
+        for task in (main, monitor):
+            task.cancel()
+        await asyncio.wait({main, monitor})
 
 
 def _trackers(resolved: ResolvedRun, directory: RunDir) -> dict[str, Tracker]:

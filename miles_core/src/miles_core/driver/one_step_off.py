@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.driver import stages
+from miles_core.driver.recovery import attend
 from miles_core.driver.run import Run
 from miles_core.kinds.data_buffer import FinishedGroup
 from miles_core.rollout import group_file
@@ -26,14 +27,15 @@ async def train(run: Run) -> None:
     start = stages.first_step(run)
     await stages.publish_first(run)
     await stages.finish_step(run, start, run.resumed_metrics)
-    ready = _restore(run) or await stages.collect_batch(run, start + 1)
+    restored = _restore(run)
+    ready = await attend(run, stages.collect_batch(run, start + 1)) if restored is None else restored
     for step in range(start + 1, run.last_step + 1):
         metrics, following = await _overlap(run, ready, step)
         run.pending = None if following is None else _remember(following)
         if run.save_due(step):
             await stages.save(run, step, metrics)
         if step % run.spec.schedule.update_weights_interval == 0 or step == run.last_step:
-            await stages.publish(run, run.version + 1, step=step)
+            await stages.publish(run, run.version + 1)
         await stages.finish_step(run, step, metrics)
         if run.stop.requested or following is None:
             await stages.save(run, step, metrics)  # does nothing when this step is saved already
@@ -51,7 +53,7 @@ async def _overlap(run: Run, batch: Collected, step: int) -> tuple[dict[str, flo
             metrics = await stages.learn(run, batch, step, max_staleness=MAX_STALENESS)
             if following is not None:
                 with run.recorder.phase("wait"):
-                    await asyncio.wait({following})
+                    await attend(run, asyncio.wait({following}))
     except BaseExceptionGroup as several:
         raise first_error(several) from None
     return metrics, None if following is None else following.result()

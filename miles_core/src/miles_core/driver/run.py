@@ -14,10 +14,11 @@ from miles_core.driver.recorder import Recorder
 from miles_core.driver.signals import StopRequest
 from miles_core.kinds.data_buffer import BufferContext, DataBuffer
 from miles_core.kinds.engine import Engine
-from miles_core.kinds.executor import Trainer
+from miles_core.kinds.executor import Executor, Trainer
 from miles_core.rollout.alarm import ConstantRewardAlarm
 from miles_core.rollout.episode import Episodes
 from miles_core.rollout.scheduler import GroupFilter
+from miles_core.session.pool import EnginePool
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
 from miles_core.weights.fleet import Fleet
@@ -38,7 +39,11 @@ class Run:
     directory: RunDir
     recorder: Recorder
     trainer: Trainer
-    engines: Sequence[Engine]
+    executor: Executor
+    engines: list[Engine]
+    """By index; a lost one is replaced here."""
+    pool: EnginePool
+    """The same engines as sessions see them."""
     fleet: Fleet
     stream: PromptStream
     eval_prompts: Sequence[Prompt]
@@ -58,6 +63,9 @@ class Run:
     """Weight version the engines serve; -1 before the first publish."""
     published_step: int = -1
     """Step whose weights that version holds."""
+    trained_step: int = 0
+    """Step whose weights the trainer holds."""
+    publishing: bool = False
     make_buffer: Callable[[BufferContext], DataBuffer]
     pending: Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]] | None = None
     """What a checkpoint must remember of a rollout that is under way: JSON values, and how to write its groups."""

@@ -9,7 +9,7 @@ from miles_core import batching
 from miles_core.config.checks_async import uncorrected
 from miles_core.contracts import logprobs, routes, tokens, versions
 from miles_core.contracts.report import Report, Verdict
-from miles_core.driver import checkpoint
+from miles_core.driver import checkpoint, recovery
 from miles_core.driver.run import Run
 from miles_core.errors import ContractError, RunError
 from miles_core.kinds.backend import RouteCounts, StepMetrics
@@ -51,23 +51,22 @@ async def learn(run: Run, collected: Collected, step: int, *, max_staleness: int
     run.recorder.rollouts(step, collected.groups, batch)
     refuse_broken(reports, version=run.version)
     metrics = await _update(run, batch, step)
+    run.trained_step = step
     contract_metrics = {name: value for report in reports for name, value in report.figures.items()}
     return {**collected.stats, **contract_metrics, **metrics}
 
 
-async def publish(run: Run, version: int, *, step: int | None = None, first: bool = False) -> None:
-    """Make the trainer's weights `version` on every engine.
-
-    Args:
-        step: Step whose weights they are; None where every step publishes a version of its own number.
-    """
+async def publish(run: Run, version: int, *, first: bool = False) -> None:
+    """Make the trainer's weights `version` on every engine, replaced ones included."""
     with run.recorder.phase("publish"), waiting("driver", on=f"publishing weight version {version}"):
         if first and run.spec.check_weight_update_equal:
             report = await check_weight_update_equal(run.fleet.publish, run.engines, version, seed=run.spec.seed)
+            run.version, run.published_step = version, run.trained_step
             run.recorder.event("weights_equal", version=version, tensors=report.num_tensors)
         else:
-            report = await run.fleet.publish(version, mode=run.spec.schedule.on_weight_update)
-    run.version, run.published_step = version, version if step is None else step
+            newcomers = await recovery.replace_lost(run)
+            report = await recovery.update(run, version)
+            await recovery.admit(run, newcomers)
     run.recorder.event(
         "publish", version=version, step=run.published_step, tensors=report.num_tensors, bytes=report.num_bytes
     )
@@ -79,7 +78,7 @@ async def publish_first(run: Run) -> None:
     """Give the engines the trainer's weights before the first step: under the version they had when the checkpoint was
     written, or the next one where the trainer had moved on since."""
     version = run.version if run.published_step == run.start_step else run.version + 1
-    await publish(run, version, step=run.start_step, first=True)
+    await publish(run, version, first=True)
 
 
 async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -8,6 +8,7 @@ again.
 from __future__ import annotations
 
 from miles_core.driver import stages
+from miles_core.driver.recovery import attend
 from miles_core.driver.run import Run
 
 
@@ -21,7 +22,7 @@ async def train(run: Run) -> None:
     await stages.publish(run, start, first=True)  # engines hold the trainer's weights before the first step
     await stages.finish_step(run, start, run.resumed_metrics)
     for step in range(start + 1, run.last_step + 1):
-        collected = await stages.collect_batch(run, step)
+        collected = await attend(run, stages.collect_batch(run, step))
         metrics = await stages.learn(run, collected, step, max_staleness=0)
         if run.save_due(step):
             await stages.save(run, step, metrics)

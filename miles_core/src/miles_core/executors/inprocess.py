@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from miles_core.errors import ConfigError, RunError
+from miles_core.errors import ConfigError, EngineError, RunError
 from miles_core.executors.rank import RankHost, device_of, located
 from miles_core.kinds.backend import RouteCounts, StepMetrics
 from miles_core.kinds.engine import Engine, EngineContext
@@ -23,6 +23,9 @@ from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.registry import load_target
 from miles_core.types import Float32, TrainBatch, WeightManifest
 from miles_core.watch import progress, waiting
+
+RESTART_CLOSE_S = 20.0
+"""How long an engine that is replaced may take to close."""
 
 
 class InProcessTrainer:
@@ -107,6 +110,7 @@ class InProcessExecutor:
     def __init__(self, options: None = None) -> None:
         self._trainer: InProcessTrainer | None = None
         self._engines: list[Engine] = []
+        self._engine_spec: EngineSpec | None = None
 
     async def start_trainer(self, spec: TrainerSpec) -> InProcessTrainer:
         """Start the one rank.
@@ -134,21 +138,42 @@ class InProcessExecutor:
 
     async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]:
         """Create and start `spec.count` engines; when one fails to start, all are closed."""
-        make = load_target(spec.load)
         started: list[Engine] = []
         try:
             for index in range(spec.count):
-                with located(f"engine {index}", "starting the engine"):
-                    engine: Engine = make(spec.options, self._context(spec, index))
-                    started.append(engine)
-                    with waiting("driver", on=f"engine {index}: start"):
-                        await engine.start()
-                progress()
+                await self._start_engine(spec, index, started)
         except BaseException:
             await _close_all(started)
             raise
         self._engines.extend(started)
+        self._engine_spec = spec
         return started
+
+    async def _start_engine(self, spec: EngineSpec, index: int, started: list[Engine]) -> None:
+        with located(f"engine {index}", "starting the engine", EngineError):
+            engine: Engine = load_target(spec.load)(spec.options, self._context(spec, index))
+            started.append(engine)
+            with waiting("driver", on=f"engine {index}: start"):
+                await engine.start()
+        progress()
+
+    async def restart_engine(self, index: int) -> Engine:
+        """Replace an engine. One that hangs in this process cannot be ended, and then this raises."""
+        spec = self._engine_spec
+        assert spec is not None
+        try:
+            async with asyncio.timeout(RESTART_CLOSE_S):
+                await self._engines[index].close()
+        except TimeoutError:
+            raise EngineError(
+                "an engine in the driver's process hangs and cannot be ended",
+                where=f"engine {index}",
+                do="set executor: ray, which gives every engine a process of its own; or restart the run with --resume",
+            ) from None
+        started: list[Engine] = []
+        await self._start_engine(spec, index, started)
+        (self._engines[index],) = started
+        return started[0]
 
     async def describe(self) -> Mapping[str, str]:
         """Thread, process and host of each part."""

@@ -25,6 +25,9 @@ class GenerateRequest:
     """Immutable. Sessions pass a compact row (`session.row.TokenIds`); ``list()`` of it is the fast way to Python
     ints."""
     params: SamplingParams
+    continued: int = 0
+    """Trailing tokens of `token_ids` that were sampled already, by an engine that was lost: stop strings may begin in
+    them, and routes cover them like the rest of the prompt."""
     routes: bool = False
     """Return the experts of every MoE layer (tag `records-routes`)."""
 

@@ -72,6 +72,14 @@ class Executor(Protocol):
         """Create `spec.count` engines, each with its `index`, and start them: they are ready to generate on return."""
         ...
 
+    async def restart_engine(self, index: int) -> Engine:
+        """End what is left of an engine and start a new one in its place; it serves no weights yet (version -1).
+
+        Raises:
+            EngineError: it did not start.
+        """
+        ...
+
     async def describe(self) -> Mapping[str, str]:
         """Where each rank and engine runs, for env.json and error messages."""
         ...

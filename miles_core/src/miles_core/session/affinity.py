@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from miles_core.errors import SessionError
 
 
@@ -18,10 +20,16 @@ class Affinity:
         self._open = [0] * engines
         self._home: dict[str, int] = {}
 
-    def assign(self, key: str) -> int:
-        """Index of the engine that serves `key` from now on; the same one until `release`."""
-        if key not in self._home:
-            index = min(range(len(self._open)), key=self._open.__getitem__)
+    def assign(self, key: str, serving: Collection[int] | None = None) -> int:
+        """Index of the engine that serves `key` from now on; the same one until `release`, as long as it serves.
+
+        Args:
+            serving: Engines to choose from; None, or an empty one, is all.
+        """
+        allowed = sorted(serving or range(len(self._open)))
+        if self._home.get(key) not in allowed:
+            self.release(key)
+            index = min(allowed, key=self._open.__getitem__)
             self._home[key] = index
             self._open[index] += 1
         return self._home[key]

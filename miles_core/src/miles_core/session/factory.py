@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
-from miles_core.errors import ConfigError, SessionError
+from miles_core.errors import ConfigError
 from miles_core.kinds.engine import Engine
 from miles_core.kinds.matcher import Matcher
 from miles_core.kinds.tito_family import TitoFamily
-from miles_core.session.affinity import Affinity
 from miles_core.session.base import SessionSetup
 from miles_core.session.linear import LinearSession
+from miles_core.session.pool import EnginePool
 from miles_core.session.tree import TreeSession
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import SamplingParams
@@ -25,7 +25,7 @@ class SessionFactory:
     """Opens sessions over a fixed set of engines. One per run and purpose; not thread-safe.
 
     Args:
-        engines: All replicas; every session stays with one of them.
+        engines: All replicas; every session stays with one of them, for as long as that one serves.
         family, matcher: As the run picked them.
         context_length: Tokens of prompt plus output at most, in every session.
         routes: Ask engines for the experts of every token (tag `records-routes`).
@@ -42,7 +42,7 @@ class SessionFactory:
 
     def __init__(
         self,
-        engines: Sequence[Engine],
+        engines: Sequence[Engine] | EnginePool,
         family: TitoFamily,
         matcher: Matcher,
         *,
@@ -54,9 +54,8 @@ class SessionFactory:
         self.family = family
         self.matcher = matcher
         self.context_length = context_length
-        self._engines = tuple(engines)
+        self._pool = engines if isinstance(engines, EnginePool) else EnginePool(engines)
         self._routes = routes
-        self._affinity = Affinity(len(self._engines))
 
     def open(self, session_id: str, params: SamplingParams) -> LinearSession | TreeSession:
         """A new session under a name that no open session has.
@@ -68,26 +67,22 @@ class SessionFactory:
         Raises:
             SessionError: a session of that name is open.
         """
-        if session_id in self._affinity:
-            raise SessionError(
-                "a session of this name is open", found=repr(session_id), do="close it first, or use a name of its own"
-            )
-        index = self._affinity.assign(session_id)
+        engine, name = self._pool.open(session_id)
         setup = SessionSetup(
-            engine=self._engines[index],
-            engine_name=f"engine {index}",
+            engine=engine,
+            engine_name=name,
             family=self.family,
             matcher=self.matcher,
             params=params,
             context_length=self.context_length,
             routes=self._routes,
-            on_close=lambda: self._affinity.release(session_id),
+            on_close=lambda: self._pool.close(session_id),
         )
         return TreeSession(session_id, setup) if self.history == "branching" else LinearSession(session_id, setup)
 
     def load(self) -> tuple[int, ...]:
         """Open sessions of each engine, for the display."""
-        return self._affinity.load()
+        return self._pool.load()
 
 
 class FamilyChoice(NamedTuple):

@@ -13,7 +13,7 @@ import asyncio
 import zlib
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 
-from miles_core.errors import EngineError
+from miles_core.errors import EngineError, EngineLost
 from miles_core.kinds.engine import Chunk, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
 from miles_core.types import FinishReason, NamedTensor, WeightManifest
@@ -151,7 +151,7 @@ class ScriptedEngine:
 
     def _check_open(self) -> None:
         if self._closed:
-            raise EngineError("the engine was closed", expected="an open engine", where="scripted engine")
+            raise EngineLost("the engine was closed", expected="an open engine", where="scripted engine")
 
     # --- weights ------------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,8 @@ class Fleet:
         if engine in self._members:
             self._members.remove(engine)
             self._stale = True
+        if self.phase is Phase.SPLIT:
+            self.phase = Phase.REFUSED  # the next update asks the rest for their versions before it does anything
 
     async def publish(self, version: int, *, mode: PauseMode = "retract") -> PublishReport:
         """Make `version` the one that every member serves; newcomers become members.

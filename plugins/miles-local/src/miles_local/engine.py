@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from miles_core.errors import EngineError
+from miles_core.errors import EngineError, EngineLost
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
 from miles_core.routing.codec import Routes
@@ -117,7 +117,7 @@ class LocalEngine:
         if self._life is Life.CLOSED:
             return
         self._life = Life.CLOSED
-        self._fail_all(self._error("the engine was closed", expected="an open engine", found="close() was called"))
+        self._fail_all(self._closed_error())
         if self._loop is not None:
             self._loop.cancel()
             await asyncio.gather(self._loop, return_exceptions=True)
@@ -131,7 +131,12 @@ class LocalEngine:
     def _error(self, message: str, *, expected: str, found: str, do: str | None = None) -> EngineError:
         return EngineError(message, expected=expected, found=found, where=self._name, do=do)
 
+    def _closed_error(self) -> EngineLost:
+        return EngineLost("the engine was closed", expected="an open engine", found="closed", where=self._name)
+
     def _served(self) -> LocalModel:
+        if self._life is Life.CLOSED:
+            raise self._closed_error()
         if self._model is None:
             raise self._error("the engine is not serving", expected="a started engine", found=self._life)
         return self._model
@@ -279,7 +284,9 @@ class LocalEngine:
             return FinishReason.STOP
         if params.stop:
             assert self._tokenizer is not None
-            if ends_with_stop(self._tokenizer, row.ids[len(row.request.token_ids) :], params.stop):
+            if ends_with_stop(
+                self._tokenizer, row.ids[len(row.request.token_ids) - row.request.continued :], params.stop
+            ):
                 return FinishReason.STOP
         return FinishReason.LENGTH if len(row.ids) >= row.limit else None
 

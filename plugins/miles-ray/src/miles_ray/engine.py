@@ -9,7 +9,7 @@ from typing import Any, cast
 
 import ray
 
-from miles_core.errors import EngineError, MilesError
+from miles_core.errors import EngineError, EngineLost, MilesError
 from miles_core.kinds.engine import Chunk, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
 from miles_core.types import WeightManifest
@@ -99,8 +99,17 @@ class RayEngine:
                 await actor.stop.remote()
         except (TimeoutError, ray.exceptions.RayError):
             pass  # it is killed next, however it failed
+        await self._end(actor, "the engine is closed")
+
+    async def kill(self, why: str) -> None:
+        """End its process without asking. Idempotent."""
+        actor, self._actor = self._actor, None
+        if actor is not None:
+            await self._end(actor, why)
+
+    async def _end(self, actor: Any, why: str) -> None:
         ray.kill(actor)
-        self._fail_readers(EngineError("the engine is closed", where=self._who))
+        self._fail_readers(EngineLost(why, where=self._who))
         pump, self._pump = self._pump, None
         if pump is not None:
             pump.cancel()
@@ -113,7 +122,7 @@ class RayEngine:
     async def _run_pump(self) -> None:
         while self._readers and self._actor is not None:
             try:
-                events = await fetch(self._actor.drain.remote(), who=self._who, died=EngineError, doing="generate")
+                events = await fetch(self._actor.drain.remote(), who=self._who, died=EngineLost, doing="generate")
             except MilesError as error:
                 self._fail_readers(error)  # every waiting request learns of it; nobody else awaits this task
                 return
@@ -137,9 +146,9 @@ class RayEngine:
         return await self._fetch(self._live().call.remote(method, args), method)
 
     async def _fetch(self, ref: Any, doing: str) -> Any:
-        return await fetch(ref, who=self._who, died=EngineError, doing=doing)
+        return await fetch(ref, who=self._who, died=EngineLost, failed=EngineError, doing=doing)
 
     def _live(self) -> Any:
         if self._actor is None:
-            raise EngineError("the engine is closed", where=self._who)
+            raise EngineLost("the engine is closed", where=self._who)
         return self._actor

@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from miles_core.errors import EngineError, RunError
+from miles_core.errors import EngineError, EngineLost, RunError
 from miles_core.executors.rank import device_of
 from miles_core.kinds.engine import Engine, EngineContext
 from miles_core.kinds.executor import EngineSpec, TrainerSpec
@@ -35,6 +35,7 @@ class RayExecutor:
         self._groups: list[Any] = []
         self._trainer: RayTrainer | None = None
         self._engines: list[RayEngine] = []
+        self._engine_place: tuple[EngineSpec, dict[str, float], Any] | None = None
         self._processes: dict[str, Process] = {}
 
     async def start_trainer(self, spec: TrainerSpec) -> RayTrainer:
@@ -72,12 +73,36 @@ class RayExecutor:
         self._join_cluster()
         bundle = self._bundle(self._options.cpus_per_engine, self._options.gpus_per_engine, spec.device)
         actors = await self._place(EngineActor, [bundle] * spec.count, "engines")
+        self._engine_place = (spec, bundle, self._groups[-1])
         engines = [RayEngine(actor, index) for index, actor in enumerate(actors)]
         self._engines.extend(engines)
-        names = [f"engine {index}" for index in range(spec.count)]
-        await self._ask_where(actors, names, EngineError)
+        await self._start_in(list(enumerate(actors)), spec)
+        return engines
+
+    async def restart_engine(self, index: int) -> Engine:
+        """Replace an engine; when its node is gone, Ray moves the reservation to another one that has room."""
+        assert self._engine_place is not None
+        spec, bundle, group = self._engine_place
+        await self._engines[index].kill("it is replaced")
+        actor = self._actor(EngineActor, group, index, bundle)
+        engine = self._engines[index] = RayEngine(actor, index)
+        try:
+            async with asyncio.timeout(self._options.start_timeout_s):
+                await self._start_in([(index, actor)], spec)
+        except TimeoutError:
+            raise EngineError(
+                f"engine {index} did not start again within {self._options.start_timeout_s:g} s",
+                found=f"free: {ray.available_resources()}",
+                where="executor ray",
+                do="add a node with room for it, or raise executor.start_timeout_s",
+            ) from None
+        return engine
+
+    async def _start_in(self, actors: Sequence[tuple[int, Any]], spec: EngineSpec) -> None:
+        names = [f"engine {index}" for index, _ in actors]
+        await self._ask_where([actor for _, actor in actors], names, EngineLost)
         starts = []
-        for index, actor in enumerate(actors):
+        for index, actor in actors:
             context = EngineContext(
                 model_path=spec.model_path,
                 context_length=spec.context_length,
@@ -89,8 +114,7 @@ class RayExecutor:
                 log_dir=spec.log_dir,
             )
             starts.append(actor.start.remote(spec.load, spec.options, context))
-        await self._start(names, starts, EngineError)
-        return engines
+        await self._start(names, starts, EngineLost)
 
     async def describe(self) -> Mapping[str, str]:
         """Process and host of each part."""
@@ -152,17 +176,17 @@ class RayExecutor:
                 do="lower placement, or executor.cpus_per_rank, cpus_per_engine, gpus_per_rank, gpus_per_engine",
             ) from None
         progress()
+        return [self._actor(actor_class, group, index, bundle) for index, bundle in enumerate(bundles)]
+
+    def _actor(self, actor_class: type, group: Any, index: int, bundle: dict[str, float]) -> Any:
         env_vars = {"OMP_NUM_THREADS": str(self._options.threads), **self._options.env_vars}
-        remote = ray.remote(actor_class)
-        return [
-            remote.options(
-                num_cpus=bundle["CPU"],
-                num_gpus=bundle.get("GPU", 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-                runtime_env={"env_vars": env_vars},
-            ).remote(index)
-            for index, bundle in enumerate(bundles)
-        ]
+        placed = ray.remote(actor_class).options(
+            num_cpus=bundle["CPU"],
+            num_gpus=bundle.get("GPU", 0),
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
+            runtime_env={"env_vars": env_vars},
+        )
+        return placed.remote(index)
 
     async def _ask_where(
         self, actors: Sequence[Any], names: Sequence[str], died: type[RunError] | type[EngineError]

@@ -10,12 +10,15 @@ from ray.exceptions import RayActorError, RayTaskError
 from miles_core.errors import MilesError
 
 
-async def fetch(ref: Any, *, who: str, died: type[MilesError], doing: str) -> Any:
+async def fetch(
+    ref: Any, *, who: str, died: type[MilesError], doing: str, failed: type[MilesError] | None = None
+) -> Any:
     """Await an actor call.
 
     Args:
         who: The actor, as it is called in messages: ``trainer rank 1``.
         died: What to raise when its process is gone.
+        failed: What to raise when the call itself failed with an error that is not ours; None is `died`.
         doing: What it was asked to do.
 
     Raises:
@@ -28,7 +31,9 @@ async def fetch(ref: Any, *, who: str, died: type[MilesError], doing: str) -> An
         if isinstance(cause, MilesError):
             cause.add_note(str(error))
             raise cause from None
-        raise died(f"{doing} failed: {type(cause).__name__}: {cause}", found=_last_line(error), where=who) from error
+        raise (failed or died)(
+            f"{doing} failed: {type(cause).__name__}: {cause}", found=_last_line(error), where=who
+        ) from error
     except RayActorError as error:
         raise died(
             f"{who} died while it was to {doing}",

@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 
 import ray
 
-from miles_core.errors import MilesError, RunError
+from miles_core.errors import MilesError, RunError, TrainerLost
 from miles_core.kinds.backend import RouteCounts, StepMetrics
 from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.types import Float32, TrainBatch, WeightManifest
@@ -58,7 +58,7 @@ class RayTrainer:
     async def open_sender(self, make: Callable[[], Sender]) -> None:
         ref = self._actors[0].run.remote("open_sender", (make,), {})
         with waiting("driver", on="trainer rank 0: open_sender"):
-            await fetch(ref, who="trainer rank 0", died=RunError, doing="open_sender")
+            await fetch(ref, who="trainer rank 0", died=TrainerLost, failed=RunError, doing="open_sender")
 
     async def open_senders(self, make: Callable[[int, int], SharedSender]) -> None:
         await self._all("open_senders", make)
@@ -110,7 +110,7 @@ class RayTrainer:
     @staticmethod
     async def _one(rank: int, ref: Any, method: str) -> Any:
         with waiting("driver", on=f"trainer rank {rank}: {method}"):
-            return await fetch(ref, who=f"trainer rank {rank}", died=RunError, doing=method)
+            return await fetch(ref, who=f"trainer rank {rank}", died=TrainerLost, failed=RunError, doing=method)
 
 
 def _first_cause(errors: dict[int, BaseException | None]) -> BaseException:
@@ -124,7 +124,7 @@ def _first_cause(errors: dict[int, BaseException | None]) -> BaseException:
 
 
 def _died(error: BaseException | None) -> bool:
-    return isinstance(error, MilesError) and " died while it was to " in error.message
+    return isinstance(error, TrainerLost)
 
 
 async def _quiet(ref: Any) -> None:

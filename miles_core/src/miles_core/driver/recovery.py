@@ -1,0 +1,180 @@
+"""Engines that were lost, and how they come back: found, replaced, and served from only once they hold the weights.
+
+An engine is lost when a request says so (`EngineLost`), when it does not answer in time, or when it serves another
+version than the published one. From then on it gets no request, and those it had go on elsewhere. It is replaced while
+the trainer has nothing to do: a newcomer gets the weights in an update of the whole fleet, and only the loop that
+trains may start one. Until that update is complete it serves nobody.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from miles_core.driver.run import Run
+from miles_core.errors import EngineError, EngineLost, MilesError, RunError, TrainerLost, TransportError
+from miles_core.watch import waiting
+from miles_core.weights.lifecycle import PublishReport
+
+T = TypeVar("T")
+
+MAX_ROUNDS = 3
+"""Recoveries in a row that may leave no engine serving before the run stops."""
+
+
+async def monitor(run: Run) -> None:
+    """Ask every serving engine for its version at intervals; until cancelled."""
+    interval_s, timeout_s = run.spec.rollout.health_interval_s, run.spec.rollout.health_timeout_s
+    while True:
+        await asyncio.sleep(interval_s)
+        await asyncio.gather(*(probe(run, index, timeout_s) for index in sorted(run.pool.serving())))
+
+
+async def probe(run: Run, index: int, timeout_s: float) -> None:
+    """Find out whether an engine answers and serves the published version, and lose it when not."""
+    before = run.version
+    if run.publishing:
+        return  # an update has time-outs and a proof of its own
+    try:
+        async with asyncio.timeout(timeout_s):
+            version = await run.engines[index].version()
+    except TimeoutError:
+        lose(run, index, f"the engine did not answer within {timeout_s:g} s")
+        return
+    except MilesError as error:
+        lose(run, index, error.message)
+        return
+    if not run.publishing and run.version == before != version:
+        lose(run, index, f"the engine serves version {version}, published is {before}")
+
+
+def lose(run: Run, index: int, why: str) -> None:
+    """Take an engine out of service and say so."""
+    if index in run.pool.serving():
+        run.pool.lose(index, why)
+
+
+async def attend(run: Run, work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`, which must not need the trainer, and replace engines that are lost meanwhile."""
+    task = asyncio.create_task(work)
+    try:
+        while not task.done():
+            losing = asyncio.create_task(run.pool.loss())
+            try:
+                await asyncio.wait({task, losing}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                losing.cancel()
+            if not task.done():
+                await recover(run)
+        return task.result()
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task})
+
+
+async def recover(run: Run) -> None:
+    """Replace every lost engine and give it the trainer's weights; the trainer must be at rest.
+
+    They are the published version again, or the next one where the trainer has moved on.
+
+    Raises:
+        RunError: no engine serves after several attempts.
+    """
+    for _ in range(MAX_ROUNDS):
+        newcomers = await replace_lost(run)
+        if newcomers:
+            try:
+                await update(run, run.version if run.trained_step == run.published_step else run.version + 1)
+            except (EngineError, TransportError) as error:
+                message = f"the weights did not reach a replaced engine: {error.message}"
+                run.recorder.alarm(run.trained_step, message)
+            await admit(run, newcomers)
+        if run.pool.serving():
+            return  # those still missing are tried again with the next update
+    raise RunError(
+        "every engine is lost and none could be replaced",
+        expected="at least one engine that starts and takes the weights",
+        found="; ".join(f"engine {index}: {why}" for index, why in run.pool.lost().items()),
+        where="engines",
+        do="look at their logs, then go on with --resume",
+    )
+
+
+async def replace_lost(run: Run) -> set[int]:
+    """Start new engines in the places of lost ones; those that started take part in the next update."""
+    return {index for index, why in run.pool.lost().items() if await _replace(run, index, why)}
+
+
+async def admit(run: Run, newcomers: set[int]) -> None:
+    """Let newcomers serve that hold the published version."""
+    if newcomers:
+        run.recorder.event("placed", **await run.executor.describe())
+    for index in sorted(newcomers):
+        engine = run.engines[index]
+        if engine in run.fleet.members and await engine.version() == run.version:
+            run.pool.restore(index, engine)
+            run.recorder.event("engine_replaced", engine=index, version=run.version)
+
+
+async def _replace(run: Run, index: int, why: str) -> bool:
+    """Start a new engine in the place of a lost one; False when that failed."""
+    run.recorder.alarm(run.trained_step, f"engine {index} is lost and will be replaced: {why}")
+    run.fleet.leave(run.engines[index])
+    try:
+        with waiting("driver", on=f"engine {index} to start again"):
+            engine = await run.executor.restart_engine(index)
+    except MilesError as error:
+        run.recorder.alarm(run.trained_step, f"engine {index} could not be replaced: {error.message}")
+        return False
+    run.engines[index] = engine
+    run.fleet.join(engine)
+    return True
+
+
+async def update(run: Run, version: int) -> PublishReport:
+    """Publish through the fleet; engines that break it are taken out, and the rest get the version without them.
+
+    Raises:
+        MilesError: the update failed and no engine is to blame, or none is left.
+    """
+    mode, timeout_s = run.spec.schedule.on_weight_update, run.spec.rollout.health_timeout_s
+    run.publishing = True
+    try:
+        await _leave_dead(run, timeout_s)  # here one that hangs costs less than in the middle of an update
+        for _ in range(len(run.engines)):
+            try:
+                report = await run.fleet.publish(version, mode=mode)
+                run.version, run.published_step = version, run.trained_step
+                return report
+            except MilesError as error:
+                if (lost := _trainer_lost(error)) is not None:
+                    raise lost from error
+                if not await _leave_dead(run, timeout_s):
+                    raise
+        raise EngineLost("no engine is left to publish to", where="engines")
+    finally:
+        run.publishing = False
+
+
+def _trainer_lost(error: BaseException | None) -> TrainerLost | None:
+    while error is not None and not isinstance(error, TrainerLost):
+        error = error.__cause__
+    return error
+
+
+async def _leave_dead(run: Run, timeout_s: float) -> bool:
+    """Take engines that no longer answer out of fleet and pool; whether there were any, and others remain."""
+    dead = []
+    for index, engine in enumerate(run.engines):
+        if engine not in run.fleet.members:
+            continue
+        try:
+            async with asyncio.timeout(timeout_s):
+                await engine.version()
+        except (MilesError, TimeoutError) as error:
+            dead.append(index)
+            run.fleet.leave(engine)
+            lose(run, index, error.message if isinstance(error, MilesError) else "the engine does not answer")
+    return bool(dead) and bool(run.fleet.members)
