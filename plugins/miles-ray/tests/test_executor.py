@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from miles_core.errors import EngineError, PluginError, RunError, TransportError
+from miles_core.errors import EngineError, EngineLost, PluginError, RunError, TransportError
 from miles_core.kinds.engine import Chunk, Engine
 from miles_core.kinds.executor import Executor
 from miles_core.testing.executor import ExecutorConformance, engine_spec, generate_request, tiny_batch, trainer_spec
@@ -134,7 +134,7 @@ async def test_a_rank_that_raises_and_an_engine_that_dies_are_named_in_the_drive
         await asyncio.sleep(0.3)
         os.kill(pids["engine 0"], signal.SIGKILL)
         outcomes = await asyncio.gather(*waiting, return_exceptions=True)
-        assert [type(outcome) for outcome in outcomes] == [EngineError, EngineError]
+        assert [type(outcome) for outcome in outcomes] == [EngineLost, EngineLost]
         assert {outcome.where for outcome in outcomes if isinstance(outcome, EngineError)} == {"engine 0"}
     await gone(pids.values())
 
