@@ -10,7 +10,7 @@ def miles_engines() -> list[Capability]:
     return [
         Capability(
             name="sglang",
-            summary="SGLang servers, started by Miles or attached by address; for real GPUs and long runs",
+            summary="SGLang servers, started by Miles or attached; for real GPUs and long runs",
             load="miles_sglang.engine:SglangEngine",
             options="miles_sglang.options:SglangOptions",
             provides=frozenset({"version-spans", "verifies-weights", "streams", "records-routes", "pauses-in-place"}),
