@@ -13,7 +13,7 @@ import asyncio
 import itertools
 import json
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
 from contextlib import aclosing
 from enum import StrEnum
 from pathlib import Path
@@ -336,11 +336,12 @@ class SglangEngine:
         return self._version
 
     async def scramble(self, seed: int) -> None:
+        self._epoch += 1  # prefixes of before cannot be continued, so nothing need be flushed
         await self._inside({"op": "scramble", "seed": seed})
-        self._epoch += 1
 
-    async def digests(self) -> Mapping[str, str]:
-        answer = await self._inside({"op": "digests"})
+    async def digests(self, names: Collection[str] | None = None) -> Mapping[str, str]:
+        chosen = sorted(self._checkpoint.forms if names is None else self._checkpoint.forms.keys() & set(names))
+        answer = await self._inside({"op": "digests", "names": chosen})
         found: dict[str, str] = answer["digests"]
         return found
 
@@ -356,7 +357,7 @@ class SglangEngine:
             body = {
                 "serialized_named_tensors": [pack([(text, torch.zeros(1))])],
                 "load_format": LOADER,
-                "flush_cache": True,
+                "flush_cache": False,
             }
             async with self._updating, session(server.client, server.dialect):
                 await checked(server.client, "/update_weights_from_tensor", body)

@@ -1,13 +1,12 @@
 """Runs inside an SGLang server, as its custom weight loader: reads or scrambles the weights it serves.
 
-It imports torch and the standard library alone. A request is one JSON object in the name of the only tensor: `op`,
+It imports torch, xxhash (which SGLang needs too) and the standard library alone. A request is one JSON object in the name of the only tensor: `op`,
 `answer` (file to write), `shapes` (Hugging Face name to shape) and what the op needs. Answers are JSON; a failure is an
 answer too, because an exception here would end the server.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -15,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 Shapes = Mapping[str, list[int]]
@@ -41,8 +41,9 @@ def handle(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def digests(model: nn.Module, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Digest of every served tensor under its Hugging Face name: blake2b-16 of dtype, shape and bytes."""
-    return {"digests": {name: digest(view) for name, view in views(model, request["shapes"]).items()}}
+    """Digests of the served tensors named, under their Hugging Face names: xxh3-128 of dtype, shape and bytes."""
+    found = views(model, request["shapes"])
+    return {"digests": {name: digest(found[name]) for name in request["names"]}}
 
 
 def scramble(model: nn.Module, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,6 +125,6 @@ def _rows(tensor: Tensor, start: int, shape: tuple[int, ...]) -> Tensor | None:
 def digest(tensor: Tensor) -> str:
     """The same as the trainer's digest of an equal tensor."""
     values = tensor.detach().to("cpu").contiguous()
-    found = hashlib.blake2b(f"{values.dtype}|{tuple(values.shape)}|".encode(), digest_size=16)
+    found = xxhash.xxh3_128(f"{values.dtype}|{tuple(values.shape)}|".encode())
     found.update(values.reshape(-1).view(torch.uint8).numpy().data)
     return found.hexdigest()

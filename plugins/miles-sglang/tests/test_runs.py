@@ -1,0 +1,131 @@
+"""Whole runs over real SGLang on the CPU: one whose server is killed, one that never stops sampling and replays routes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from miles_core.testing.tiny import make_tiny_model
+from miles_core.tracking.run_dir import read_lines
+
+pytestmark = pytest.mark.sglang
+
+REWARD = """
+def score(scored):
+    text = scored.response
+    return sum(c.islower() for c in text) / max(len(text), 1)
+"""
+
+
+class Job:
+    """A run in a process of its own, over servers it starts."""
+
+    def __init__(self, folder: Path, model: Path, engine: dict[str, Any], **sections: Any) -> None:
+        (folder / "reward.py").write_text(REWARD)
+        rows = [{"prompt": f"say {word}"} for word in ("one", "two", "three", "four", "five")]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        run: dict[str, Any] = {
+            "name": "run",
+            "seed": 3,
+            "model": str(model),
+            "data": {"train": str(folder / "train.jsonl")},
+            "rewards": [f"{folder / 'reward.py'}:score"],
+            "rollout": {"sampling": {"max_tokens": 24}, "reward_workers": 1},
+            "schedule": {"steps": 3, "groups_per_step": 2, "group_size": 3},
+            "optimizer": {"lr": 1e-2},
+            "checkpoint": {"every_steps": 10, "export_hf": False},
+            "placement": {"device": "cpu"},
+            "tracking": {"dir": str(folder / "runs"), "trackers": []},
+            "engine": {"use": "sglang", **engine},
+        }
+        for name, section in sections.items():
+            run[name] = {**run.get(name, {}), **section} if isinstance(section, dict) else section
+        self.directory = folder / "runs" / "run"
+        (folder / "run.yaml").write_text(json.dumps(run))
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+        self._output = folder / "output.txt"
+        with self._output.open("w") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "miles_core.cli", "train", str(folder / "run.yaml"), "--plain"],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=env,
+            )
+
+    def wait(self, timeout_s: float = 400) -> None:
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            raise
+        assert code == 0, self.output()
+
+    def output(self) -> str:
+        return self._output.read_text()
+
+    def lines(self, file: str = "metrics.jsonl") -> list[dict[str, Any]]:
+        path = self.directory / file
+        return list(read_lines(path)) if path.exists() else []
+
+    def servers(self) -> list[psutil.Process]:
+        """The launcher processes of the run's servers."""
+        children = psutil.Process(self.process.pid).children()
+        return [child for child in children if "sglang_cpu.launch" in " ".join(child.cmdline())]
+
+
+def check(job: Job, steps: int) -> None:
+    lines = job.lines()
+    assert [line["step"] for line in lines] == list(range(steps))
+    assert [event for event in job.lines("events.jsonl") if event["event"] == "contract_broken"] == []
+    for line in lines:
+        assert line["contract/logprobs/abs_diff_mean"] < 1e-5, "engine and trainer disagree in float32"
+
+
+def test_a_run_goes_on_when_its_server_is_killed(cpu_options: dict[str, object], tmp_path: Path) -> None:
+    model = make_tiny_model(tmp_path / "model", architecture="qwen3")
+    job = Job(tmp_path, model, {**cpu_options}, schedule={"steps": 5})
+    deadline = time.monotonic() + 400
+    while not job.lines() and time.monotonic() < deadline and job.process.poll() is None:
+        time.sleep(0.05)
+    assert job.process.poll() is None, job.output()
+    (server,) = job.servers()
+    family = [server, *server.children(recursive=True)]
+    for process in family:
+        process.send_signal(signal.SIGKILL)
+    job.wait()
+    check(job, 5)
+    log = (job.directory / "logs" / "driver-0.log").read_text()
+    assert "the server failed and is brought back (1)" in log
+    assert "fired up" in (job.directory / "logs" / "engine-0.log").read_text()
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if str(model) in " ".join(process.info["cmdline"] or [])
+    ]
+
+
+def test_routes_are_replayed_exactly_in_a_run_that_never_stops_sampling(
+    cpu_options: dict[str, object], tmp_path: Path
+) -> None:
+    model = make_tiny_model(tmp_path / "model", architecture="qwen3-moe", overrides={"num_experts": 8})
+    job = Job(
+        tmp_path,
+        model,
+        {**cpu_options},
+        schedule={"steps": 4, "mode": "fully-async"},
+        rollout={"routes": "replay", "sampling": {"max_tokens": 24}, "reward_workers": 1},
+        corrections=["tis"],
+    )
+    job.wait()
+    lines = job.lines()
+    assert [line["step"] for line in lines] == list(range(4))
+    assert all(line["contract/routes/different_fraction"] == 0 for line in lines)
+    assert all(line["contract/routes/coverage"] == 1 for line in lines)
+    assert [event for event in job.lines("events.jsonl") if event["event"] == "contract_broken"] == []

@@ -1,0 +1,212 @@
+"""What surrounds a server: its command line, its settings, its versions, its staged weights, its processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from pydantic import ValidationError
+from safetensors.torch import load_file
+
+from miles_core.errors import EngineError
+from miles_core.kinds.engine import EngineContext
+from miles_core.testing.engine_oracle import SPOILT, buckets_of, spoil, weights_of
+from miles_core.testing.tiny import make_tiny_model
+from miles_core.types import NamedTensor
+from miles_sglang.checkpoint import Checkpoint, read_checkpoint
+from miles_sglang.dialect import Dialect
+from miles_sglang.launch import SERVERSIDE, command, environment
+from miles_sglang.options import ServerOptions, SglangOptions
+from miles_sglang.process import ServerProcess
+from miles_sglang.settings import check_settings, problems
+from miles_sglang.staging import WeightStore
+
+GOOD = {
+    "version": "0.5.21", "incremental_streaming_output": True, "enable_return_routed_experts": True, "tp_size": 1,
+    "dp_size": 1, "context_length": 104, "max_total_num_tokens": 8192, "dtype": "float32",
+    "enable_deterministic_inference": False, "disaggregation_mode": "null",
+}  # fmt: skip
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return make_tiny_model(tmp_path / "model", context=96)
+
+
+@pytest.fixture
+def checkpoint(model: Path) -> Checkpoint:
+    return read_checkpoint(model, "checkpoint")
+
+
+def context(model: Path, **changes: Any) -> EngineContext:
+    return replace(EngineContext(model_path=str(model), context_length=None, device="cuda:2", seed=1), **changes)
+
+
+class TestCommand:
+    def test_flags_follow_from_options_and_context(self, model: Path) -> None:
+        options = ServerOptions(python="/env/python", tensor_parallel=4, server_args={"attention-backend": "fa3"})
+        argv = command(options, context(model), context_length=96, port=9, version=-1, stream_interval=3)
+        assert argv[:3] == ["/env/python", "-m", "sglang.launch_server"]
+        for flag in (
+            "--tp-size=4",
+            "--weight-version=-1",
+            "--base-gpu-id=2",
+            "--device=cuda",
+            "--attention-backend=fa3",
+        ):
+            assert flag in argv
+        assert "--incremental-streaming-output" in argv
+        assert "--context-length=104" in argv
+        assert not [flag for flag in argv if "deterministic" in flag or "routed" in flag]
+        assert "--enable-return-routed-experts" in command(
+            options, context(model, routes=True), context_length=96, port=9, version=-1, stream_interval=3
+        )
+
+    def test_arguments_that_miles_sets_are_refused(self) -> None:
+        with pytest.raises(ValidationError, match="Miles sets tp-size itself"):
+            SglangOptions(server_args={"tp-size": 2})
+
+    def test_the_server_sees_its_own_packages_only(self) -> None:
+        env = environment(ServerOptions(env={"A": "1"}, python_path=("/x",)), {"PYTHONPATH": "/miles", "PATH": "/bin"})
+        assert env["PYTHONPATH"] == f"{SERVERSIDE}{os.pathsep}/x"
+        assert env["PATH"] == "/bin"
+        assert env["A"] == "1"
+
+
+class TestSettings:
+    def test_a_server_started_for_the_run_has_no_problem(self, model: Path, checkpoint: Checkpoint) -> None:
+        check_settings(GOOD, SglangOptions(dtype="float32"), context(model, routes=True), checkpoint, 96, "engine 0")
+
+    @pytest.mark.parametrize(
+        ("wrong", "flag"),
+        [
+            ({"incremental_streaming_output": False}, "--incremental-streaming-output"),
+            ({"enable_return_routed_experts": False}, "--enable-return-routed-experts"),
+            ({"enable_deterministic_inference": True}, "--enable-deterministic-inference"),
+            ({"tp_size": 2}, "--tp-size=1"),
+            ({"dp_size": 2}, "--dp-size=1"),
+            ({"context_length": 96}, "--context-length=104"),
+            ({"max_total_num_tokens": 64}, "--mem-fraction-static"),
+            ({"dtype": "bfloat16"}, "--dtype=float32"),
+            ({"skip_tokenizer_init": True}, "--skip-tokenizer-init"),
+            ({"speculative_algorithm": "EAGLE"}, "--speculative-algorithm"),
+            ({"preferred_sampling_params": "{}"}, "--preferred-sampling-params"),
+            ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
+        ],
+    )
+    def test_each_wrong_setting_is_named_with_its_flag(
+        self, model: Path, checkpoint: Checkpoint, wrong: dict[str, Any], flag: str
+    ) -> None:
+        options = SglangOptions(dtype="float32")
+        (found,) = problems({**GOOD, **wrong}, options, context(model, routes=True), checkpoint, 96)
+        assert flag in found
+
+    def test_all_are_reported_at_once(self, model: Path, checkpoint: Checkpoint) -> None:
+        wrong = {**GOOD, "tp_size": 2, "context_length": 1}
+        with pytest.raises(EngineError, match="2 settings of the server"):
+            check_settings(wrong, SglangOptions(dtype="float32"), context(model), checkpoint, 96, "engine 0")
+
+
+class TestDialect:
+    def test_a_release_says_what_it_lacks(self) -> None:
+        assert Dialect.of("0.5.21", "here").remarks() == []
+        old = Dialect.of("0.5.17", "here")
+        assert not old.has("safe-retract")
+        assert any("in-place pauses are refused" in line for line in old.remarks())
+        assert "newer than 0.5.23" in Dialect.of("0.6.0", "here").remarks()[0]
+
+    @pytest.mark.parametrize("text", ["0.5.9", "None", ""])
+    def test_a_release_that_cannot_be_served_is_refused(self, text: str) -> None:
+        with pytest.raises(EngineError):
+            Dialect.of(text, "here")
+
+
+class TestStaging:
+    def test_a_staged_version_is_a_folder_that_loads(self, model: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
+        store = WeightStore(checkpoint, str(tmp_path), "engine 0")
+        tensors = [NamedTensor(name=name, tensor=t + 1) for name, t in weights_of(model).items()]
+        received = store.stage(4, buckets_of(4, tensors))
+        assert store.staged is not None
+        version, folder = store.staged
+        loaded = {name: t for file in folder.glob("*.safetensors") for name, t in load_file(file).items()}
+        assert version == 4
+        assert loaded.keys() == received.digests.keys() == checkpoint.forms.keys()
+        assert all(loaded[named.name].equal(named.tensor) for named in tensors)
+        assert (folder / "config.json").read_text() == (model / "config.json").read_text()
+        store.commit()
+        store.stage(5, buckets_of(5, tensors))
+        store.commit()
+        assert not folder.exists(), "the version before the served one is kept"
+        assert store.served is not None
+        store.close()
+        assert not store.root.exists()
+
+    @pytest.mark.parametrize("fault", SPOILT)
+    def test_a_spoilt_version_is_not_staged(
+        self, model: Path, checkpoint: Checkpoint, tmp_path: Path, fault: str
+    ) -> None:
+        store = WeightStore(checkpoint, str(tmp_path), "engine 0")
+        buckets, named = spoil([NamedTensor(name=name, tensor=t) for name, t in weights_of(model).items()], fault)
+        with pytest.raises(EngineError, match=named):
+            store.stage(0, buckets)
+        assert store.staged is None
+
+
+CHILDREN = (
+    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    "time.sleep(60)"
+)
+
+
+def _group(leader: int) -> list[int]:
+    return [p.pid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE and os.getpgid(p.pid) == leader]
+
+
+def _eventually(condition: Any) -> bool:
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False
+
+
+class TestProcess:
+    def test_killing_takes_grandchildren_along(self, tmp_path: Path) -> None:
+        process = ServerProcess([sys.executable, "-c", CHILDREN], dict(os.environ), tmp_path / "log", [])
+        assert _eventually(lambda: len(_group(process.pid)) == 2)
+        process.kill()
+        assert _group(process.pid) == []
+
+    def test_a_vanished_owner_leaves_no_process_and_no_staged_weights(self, tmp_path: Path) -> None:
+        scratch = tmp_path / "scratch"
+        scratch.mkdir()
+        owner = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                "import os, sys, time; from pathlib import Path\n"
+                "from miles_sglang.process import ServerProcess\n"
+                f"folders = [Path({str(scratch)!r})]\n"
+                f"p = ServerProcess([sys.executable, '-c', {CHILDREN!r}], dict(os.environ), None, folders)\n"
+                "print(p.pid, flush=True); time.sleep(60)",
+            ],
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert owner.stdout is not None
+        leader = int(owner.stdout.readline())
+        assert _eventually(lambda: len(_group(leader)) == 2)
+        owner.send_signal(signal.SIGKILL)
+        owner.wait()
+        owner.stdout.close()
+        assert _eventually(lambda: _group(leader) == [])
+        assert _eventually(lambda: not scratch.exists())
