@@ -1,4 +1,4 @@
-"""Whole runs over real SGLang on the CPU: one whose server is killed, one that never stops sampling and replays routes."""
+"""Whole runs over real SGLang on the CPU: one whose server is killed, one that samples without a stop and replays routes."""
 
 from __future__ import annotations
 

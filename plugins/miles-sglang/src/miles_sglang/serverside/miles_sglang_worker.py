@@ -1,8 +1,8 @@
 """Runs inside an SGLang server, as its custom weight loader: reads or scrambles the weights it serves.
 
-It imports torch, xxhash (which SGLang needs too) and the standard library alone. A request is one JSON object in the name of the only tensor: `op`,
-`answer` (file to write), `shapes` (Hugging Face name to shape) and what the op needs. Answers are JSON; a failure is an
-answer too, because an exception here would end the server.
+It imports torch, xxhash (which SGLang needs too) and the standard library alone. A request is one JSON object in the
+name of the only tensor: `op`, `answer` (file to write), `shapes` (Hugging Face name to shape) and what the op needs.
+Answers are JSON; a failure is an answer too, because an exception here would end the server.
 """
 
 from __future__ import annotations
