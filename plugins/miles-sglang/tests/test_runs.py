@@ -1,4 +1,4 @@
-"""Whole runs over real SGLang on the CPU: one whose server is killed, one that samples without a stop and replays routes."""
+"""Whole runs over real SGLang: one whose server is killed, and one that samples without a stop and replays routes."""
 
 from __future__ import annotations
 
