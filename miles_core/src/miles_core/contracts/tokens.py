@@ -8,7 +8,11 @@ import numpy as np
 
 from miles_core.contracts.report import MAX_OFFENDERS, Report, Verdict
 from miles_core.errors import ContractError
-from miles_core.types import Group, Status, TrainBatch
+from miles_core.types import Group, Status, TrainBatch, Trajectory
+
+MISMATCH = "tito_session_mismatch"
+"""Under which a trajectory's metadata holds how its row differs from canonical rendering; see `session.mismatch`."""
+MISMATCH_KINDS = ("special_token_count", "special_token_type", "non_assistant_text", "assistant_text")
 
 
 def check(groups: Sequence[Group], batch: TrainBatch | None = None) -> Report:
@@ -31,9 +35,22 @@ def check(groups: Sequence[Group], batch: TrainBatch | None = None) -> Report:
             "contract/tokens/broken_trajectories": float(len(offenders) + len(changed)),
             "contract/tokens/sampled_tokens": float(sum(row.response_tokens for row in trainable)),
             "contract/tokens/trained_tokens": float(sum(int(row.loss_mask.sum()) for row in trainable)),
+            **_mismatches(rows),
         },
         offenders=tuple([*offenders, *changed][:MAX_OFFENDERS]),
     )
+
+
+def _mismatches(rows: Sequence[Trajectory]) -> dict[str, float]:
+    """Rows that differ from their canonical rendering, as fractions of those compared; nothing where none was."""
+    compared = [found["kinds"] for row in rows if "kinds" in (found := row.metadata.get(MISMATCH, {}))]
+    if not compared:
+        return {}
+    shares = {kind: sum(kind in kinds for kinds in compared) / len(compared) for kind in MISMATCH_KINDS}
+    return {
+        "contract/tokens/mismatch_rate": sum(bool(kinds) for kinds in compared) / len(compared),
+        **{f"contract/tokens/mismatch/{kind}": share for kind, share in shares.items()},
+    }
 
 
 def _changed(groups: Sequence[Group], batch: TrainBatch) -> list[str]:

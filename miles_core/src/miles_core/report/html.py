@@ -5,12 +5,13 @@ from __future__ import annotations
 import datetime
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from miles_core.contracts.tokens import MISMATCH_KINDS
 from miles_core.report.inspect import Piece, pieces
 from miles_core.report.load import RunRecord, load_run, quarters
 from miles_core.report.plots import Series, line_chart, stacked_bars
@@ -155,10 +156,8 @@ def _verdict(run: RunRecord, name: str, broken: Sequence[Mapping[str, Any]]) -> 
         offenders = broken[-1].get("offenders") or ["?"]
         return "bad", f"Broken on {len(broken)} steps, last {broken[-1].get('step')}: {escape(str(offenders[0]))}"
     if name == "tokens" and (rows := values("checked_trajectories")):
-        return (
-            "good",
-            f"Held for all {sum(rows):,.0f} trajectories, {sum(values('trained_tokens')):,.0f} trained tokens.",
-        )
+        held = f"Held for all {sum(rows):,.0f} trajectories, {sum(values('trained_tokens')):,.0f} trained tokens."
+        return "good", held + _canonical(values)
     if name == "logprobs" and (means := values("abs_diff_mean")):
         return "good", (
             f"Mean difference {sum(means) / len(means):.2g} nats, worst step {max(means):.2g}, "
@@ -176,6 +175,17 @@ def _verdict(run: RunRecord, name: str, broken: Sequence[Mapping[str, Any]]) -> 
     if name == "logprobs" and values("available"):
         return "plain", "Unavailable: the run takes the engine's log-probs as old policy and recomputes none."
     return "plain", "Not measured."
+
+
+def _canonical(values: Callable[[str], list[float]]) -> str:
+    """How rows differ from canonical rendering: sampled text may, anything else is the token family's doing."""
+    if not values("mismatch_rate"):
+        return ""
+    worst = {kind: max(values(f"mismatch/{kind}"), default=0.0) for kind in MISMATCH_KINDS}
+    odd = [f"{kind} in {share:.0%}" for kind, share in worst.items() if share and kind != "assistant_text"]
+    if odd:
+        return f" Unlike canonical rendering, in the worst step: {', '.join(odd)} of the rows; see `miles inspect`."
+    return f" Only sampled text differs from canonical rendering (at most {worst['assistant_text']:.0%} of the rows)."
 
 
 # --- charts -----------------------------------------------------------------------------------------------------------

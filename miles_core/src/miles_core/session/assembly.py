@@ -13,14 +13,16 @@ from typing import Any
 
 import numpy as np
 
+from miles_core.contracts.tokens import MISMATCH
 from miles_core.errors import EngineError, SessionError
 from miles_core.routing.codec import Routes, extend, pad
 from miles_core.session.leaves import Leaf, Picker, drop_retries, owners, pick
 from miles_core.session.linear import LinearSession, Turn
 from miles_core.session.matching import MatcherError
+from miles_core.session.mismatch import diagnose
 from miles_core.session.row import TokenRow
 from miles_core.session.tree import Node, TreeSession, leaf_spans
-from miles_core.types import Boundary, Failure, FinishReason, Status, Trajectory
+from miles_core.types import Bool, Boundary, Failure, FinishReason, Status, Tool, Trajectory
 
 AnySession = LinearSession | TreeSession
 
@@ -86,7 +88,7 @@ def assemble(
         failure=failure,
         routes=session.routes,
         messages=session.messages,
-        metadata={**_facts(session), **(metadata or {})},
+        metadata={**_facts(session), **_linear_mismatch(session, sampled), **(metadata or {})},
     )
     trajectory.check()
     return trajectory
@@ -140,7 +142,13 @@ def _leaf(
         failure=failure,
         routes=None if routes is None else pad(routes, max(len(ids) - 1, 0)),
         messages=session.messages_to(leaf.node),
-        metadata={**_turn_facts(path), **facts, "cached_tokens": session.cached_tokens, **(metadata or {})},
+        metadata={
+            **_turn_facts(path),
+            **facts,
+            **_leaf_mismatch(session, path[-1], sampled),
+            "cached_tokens": session.cached_tokens,
+            **(metadata or {}),
+        },
     )
     trajectory.check()
     return trajectory
@@ -239,3 +247,29 @@ def _turn_facts(turns: Sequence[Turn | Node]) -> dict[str, Any]:
         "turn_tokens": [turn.sampled for turn in turns],
         "finish_reasons": [turn.finish_reason.value for turn in turns],
     }
+
+
+def _linear_mismatch(session: LinearSession, sampled: Bool) -> dict[str, Any]:
+    if not session.turns:
+        return {}
+    last, number = session.turns[-1], len(session.turns) - 1
+    return _mismatch(session, number, last, sampled, session.tools)
+
+
+def _leaf_mismatch(session: TreeSession, leaf: Node, sampled: Bool) -> dict[str, Any]:
+    return _mismatch(session, leaf.number, leaf, sampled, leaf.tools)
+
+
+def _mismatch(
+    session: AnySession, number: int, last: Turn | Node, sampled: Bool, tools: Sequence[Tool]
+) -> dict[str, Any]:
+    found = diagnose(
+        session.family,
+        session.row_to(number),
+        sampled,
+        session.messages_to(number),
+        tools,
+        finish_reason=last.finish_reason,
+        last_sampled=last.sampled,
+    )
+    return {MISMATCH: found}

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from miles_core.contracts.tokens import MISMATCH
 from miles_core.session.assembly import assemble_all
 from miles_core.session.leaves import PICKERS
 from miles_core.session.refusals import UnknownSession
@@ -112,8 +113,14 @@ async def _samples(store: SessionStore, request: Request) -> Response:
     picker = store.settings.picker if body.leaves is None else PICKERS[body.leaves]
     with store.using(request.path_params["key"]) as entry:
         found = assemble_all(entry.session, prompt_id=body.prompt_id, metadata=body.metadata, picker=picker)
+        family = type(entry.session.family).__name__
     for trajectory in found:
         store.metrics.add("miles_samples_total", status=trajectory.status.value)
+        kinds = trajectory.metadata.get(MISMATCH, {}).get("kinds")
+        if kinds is not None:
+            store.metrics.add("miles_tito_session_checked_total", family=family)
+        for kind, count in (kinds or {}).items():
+            store.metrics.add("miles_tito_session_mismatch_total", count, family=family, kind=kind)
     return Json({"session_id": request.path_params["key"], "samples": [sample(each) for each in found]})
 
 
