@@ -84,7 +84,7 @@ class Job:
 
 def check(job: Job, steps: int) -> None:
     lines = job.lines()
-    assert [line["step"] for line in lines] == list(range(steps))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
     assert [event for event in job.lines("events.jsonl") if event["event"] == "contract_broken"] == []
     for line in lines:
         assert line["contract/logprobs/abs_diff_mean"] < 1e-5, "engine and trainer disagree in float32"
@@ -120,12 +120,13 @@ def test_routes_are_replayed_exactly_in_a_run_that_never_stops_sampling(
         model,
         {**cpu_options},
         schedule={"steps": 4, "mode": "fully-async"},
+        placement={"mode": "separate"},
         rollout={"routes": "replay", "sampling": {"max_tokens": 24}, "reward_workers": 1},
         corrections=["tis"],
     )
     job.wait()
     lines = job.lines()
-    assert [line["step"] for line in lines] == list(range(4))
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["contract/routes/different_fraction"] == 0 for line in lines)
     assert all(line["contract/routes/coverage"] == 1 for line in lines)
     assert [event for event in job.lines("events.jsonl") if event["event"] == "contract_broken"] == []
