@@ -1,3 +1,3 @@
-"""Weight transports for Miles: inprocess and broadcast."""
+"""Weight transports for Miles: inside a process, on a GPU, between hosts, over storage."""
 
 __version__ = "0.1.0"

@@ -4,7 +4,7 @@ For each bucket:
 
     engines   say that they are ready                     (store)
     trainer   waits for all, then says what is coming     (store: layout as JSON)
-    all       broadcast one block of bytes                (gloo or NCCL)
+    all       broadcast one block of bytes                (gloo or NCCL), while the trainer packs the next
 
 Whatever fails, the driver ends the attempt in the store, and every wait of every party looks there: nobody sits in a
 collective that will never complete. The next publish gets a fresh process group.
@@ -22,11 +22,11 @@ from miles_core.errors import TransportError
 from miles_core.kinds.transport import WeightSource
 from miles_core.types import WeightBucket
 from miles_core.watch import waiting
-from miles_transports.group import BroadcastGroup, Wire
+from miles_transports.group import BroadcastGroup, Travelling, Wire
 from miles_transports.joined import ENGINE_PATIENCE, Ends, JoinedTransport
 from miles_transports.meeting import Address, Meeting
 from miles_transports.options import BroadcastOptions
-from miles_transports.packing import Layout, layout_of, pack, unpack
+from miles_transports.packing import Layout, fill, layout_of, unpack
 
 
 class _Party:
@@ -65,11 +65,15 @@ class BroadcastSender:
     def __init__(self, address: Address) -> None:
         self._party = _Party(address, 0)
         self._engines = [f"engine {index}" for index in range(address.num_engines)]
+        self._blocks: dict[int, torch.Tensor] = {}
+        self._travelling: tuple[BroadcastGroup, Travelling] | None = None
         self._read: list[str] = []  # keys that every engine has read and nobody will need again
 
     def send(self, bucket: WeightBucket) -> None:
         meeting = self._party.meeting
         attempt = meeting.attempt()
+        if bucket.index == 0:
+            self._travelling = None  # what an attempt that was given up had under way, with its group
         layout = layout_of(bucket)
         prefix = f"{attempt}/{bucket.index}"
         ready = [f"{prefix}/ready/{engine}" for engine in self._engines]
@@ -79,9 +83,25 @@ class BroadcastSender:
         self._read = [*ready, f"{prefix}/layout"]
         meeting.tell(f"{prefix}/layout", layout.to_json())
         group = self._party.group()  # only now: building one waits for all, and all have just said that they are there
-        block = pack(bucket, layout, group.device)
-        with waiting("trainer", on=f"the broadcast of bucket {bucket.index} of version {bucket.version}"):
-            group.broadcast(block, lambda: meeting.raise_if_over(attempt))
+        block = self._block(bucket.index, layout.num_bytes, group.device)
+        fill(block, bucket, layout)  # while the bucket before this one travels
+        self._arrive(attempt, bucket)
+        self._travelling = group, group.start(block)
+        if bucket.last:
+            self._arrive(attempt, bucket)
+
+    def _block(self, index: int, num_bytes: int, device: torch.device) -> torch.Tensor:
+        """uint8[num_bytes] of one of two blocks in turn; the bucket that lay in it has arrived."""
+        block = self._blocks.get(index % 2)
+        if block is None or block.numel() < num_bytes or block.device != device:
+            block = self._blocks[index % 2] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        return block[:num_bytes]
+
+    def _arrive(self, attempt: int, bucket: WeightBucket) -> None:
+        if self._travelling is not None:
+            (group, travelling), self._travelling = self._travelling, None
+            with waiting("trainer", on=f"the broadcast up to bucket {bucket.index} of version {bucket.version}"):
+                group.finish(travelling, lambda: self._party.meeting.raise_if_over(attempt))
 
     def abort(self, reason: str) -> None:
         meeting = self._party.meeting

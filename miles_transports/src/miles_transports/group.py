@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,13 @@ class _Broadcasts(Protocol):
 
     def broadcast(self, tensors: list[torch.Tensor], options: dist.BroadcastOptions) -> dist.Work: ...
     def abort(self) -> None: ...
+
+
+class Travelling(NamedTuple):
+    """A block on its way."""
+
+    block: torch.Tensor
+    work: dist.Work
 
 
 class BroadcastGroup:
@@ -50,7 +57,22 @@ class BroadcastGroup:
             ) from error
 
     def broadcast(self, block: torch.Tensor, check: Callable[[], None]) -> None:
-        """Move `block` (uint8, on `device`) from rank 0 into everybody's.
+        """Move `block` (uint8, on `device`) from rank 0 into everybody's; see `start` and `finish`."""
+        self.finish(self.start(block), check)
+
+    def start(self, block: torch.Tensor) -> Travelling:
+        """Begin to move `block`; it must stay as it is until `finish`."""
+        options = dist.BroadcastOptions()
+        options.rootRank, options.rootTensor = 0, 0
+        try:
+            if block.is_cuda:
+                torch.cuda.set_device(self.device)  # NCCL works on the calling thread's current device
+            return Travelling(block, self._backend.broadcast([block], options))
+        except RuntimeError as error:
+            raise self._vanished(error) from error
+
+    def finish(self, travelling: Travelling, check: Callable[[], None]) -> None:
+        """Wait until a block has arrived.
 
         Args:
             check: Called while waiting; raises `TransportError` when waiting has become pointless.
@@ -58,13 +80,9 @@ class BroadcastGroup:
         Raises:
             TransportError: a party vanished. The group is of no use any more.
         """
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        block, work = travelling
+        pause, longest = POLL_S
         try:
-            if block.is_cuda:
-                torch.cuda.set_device(self.device)  # NCCL works on the calling thread's current device
-            work = self._backend.broadcast([block], options)
-            pause, longest = POLL_S
             while not work.is_completed():
                 check()
                 time.sleep(pause)
@@ -73,11 +91,14 @@ class BroadcastGroup:
             if block.is_cuda:
                 torch.cuda.current_stream(block.device).synchronize()  # the reader may use another stream
         except RuntimeError as error:
-            self.abandon()
-            raise TransportError("a party of the broadcast vanished", found=str(error).splitlines()[0]) from error
+            raise self._vanished(error) from error
         except TransportError:
             self.abandon()
             raise
+
+    def _vanished(self, error: RuntimeError) -> TransportError:
+        self.abandon()
+        return TransportError("a party of the broadcast vanished", found=str(error).splitlines()[0])
 
     def abandon(self) -> None:
         """Close the connections, so that the others notice at once."""

@@ -24,6 +24,7 @@ from miles_local.scheduler import Plan, Row
 LOGPROBS = "test_logprobs_are_those_of_a_full_forward"
 FILTERS = "test_filters_restrict_what_is_sampled_and_never_renormalise"
 STAGED = "test_staged_weights_are_invisible_until_activated"
+ASIDE = "test_it_generates_with_the_old_weights_while_it_stages_the_new_ones"
 EXACT = "test_a_version_that_is_not_exactly_the_weights_is_refused"
 IN_FLIGHT = "test_requests_in_flight_go_on_under_the_new_weights"
 PREFIX = "test_no_prefix_outlives_its_weights"
@@ -130,7 +131,9 @@ class Eager(Quick):
 class TestServesBucketsBeforeTheLastOne(Kit):
     __test__ = True
     engine = Eager
+    provides = Kit.provides | {"stages-aside"}
     caught_by: ClassVar[dict[str, str]] = {
+        ASIDE: "staging changed the served weights",
         STAGED: "staged weights were served before activate",
         EXACT: "with fault 'missing' is served",
     }

@@ -14,6 +14,7 @@ COMMANDS = {
     "schema": LazyCommand("miles_core.cli.schema:command", "Print the JSON schema of a run-file."),
     "train": LazyCommand("miles_core.cli.train:command", "Run, or show the plan with --dry-run."),
     "plan": LazyCommand("miles_core.cli.plan:command", "Forecast memory, weight updates and overlap."),
+    "bench": LazyCommand("miles_core.cli.bench:command", "Measure transports on these machines."),
     "check": LazyCommand("miles_core.cli.check:command", "Test this machine step by step, and say which part fails."),
     "tito": LazyCommand("miles_core.cli.tito:command", "Prove a token family on a checkpoint, or write one."),
     "inspect": LazyCommand("miles_core.cli.inspect:command", "Show a trajectory of a run, token by token."),

@@ -85,7 +85,7 @@ async def open_run(
             executor=executor,
             engines=engines,
             pool=pool,
-            fleet=Fleet(transport, trainer, engines, _updates(resolved, trainer, model)),
+            fleet=Fleet(transport, trainer, engines, update_settings(resolved, trainer, model)),
             stream=stream,
             eval_prompts=eval_prompts,
             episodes=_episodes(resolved, model, environment, pool, family, rewards),
@@ -186,7 +186,8 @@ def context_length(wanted: int | None, limit: int | None) -> int:
     return min(length for length in (wanted, limit, 2**31 - 1) if length)
 
 
-def _updates(resolved: ResolvedRun, trainer: Trainer, model: ModelFolder) -> UpdateSettings:
+def update_settings(resolved: ResolvedRun, trainer: Trainer, model: ModelFolder) -> UpdateSettings:
+    """How the run-file wants weight updates to be done and proved."""
     weights = resolved.spec.weights
     probes: Sequence[tuple[int, ...]] = ()
     if weights.probes and model.vocabulary is not None:

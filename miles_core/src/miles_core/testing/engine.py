@@ -282,6 +282,25 @@ class EngineConformance(EnginePauses, EngineRoutes):
 
         self.run(test)
 
+    def test_it_generates_with_the_old_weights_while_it_stages_the_new_ones(self, models: Models) -> None:
+        self.require("stages-aside")
+
+        async def test() -> None:
+            async with self.serving(models.served) as (engine, feed):
+                tensors = [NamedTensor(name=name, tensor=t) for name, t in weights_of(models.published).items()]
+                feed.buckets = buckets_of(0, tensors)
+                await engine.receive(0)
+                (answer,) = await answers(engine, [ask(PROMPTS[2], max_tokens=4, temperature=0.0)])
+                assert answer.versions == [-1] * 4, "a staged version is served before it is activated"
+                assert answer.token_ids == greedy(models.served, PROMPTS[2], 4), "staging changed the served weights"
+                await engine.pause()
+                await engine.activate(0)
+                await engine.resume()
+                (answer,) = await answers(engine, [ask(PROMPTS[2], max_tokens=4, temperature=0.0)])
+                assert answer.token_ids == greedy(models.published, PROMPTS[2], 4), "another version was activated"
+
+        self.run(test)
+
     def test_no_prefix_outlives_its_weights(self, models: Models) -> None:
         async def test() -> None:
             async with self.serving(models.served) as (engine, feed):
