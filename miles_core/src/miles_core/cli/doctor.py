@@ -41,5 +41,6 @@ def _words(diagnosis: Diagnosis) -> str:
     if diagnosis.healthy:
         lines += ["No contract is broken.", ""]
     lines += [f"  {contract.ljust(9)} {text}" for contract, text in diagnosis.readings]
+    lines += [f"  async     {diagnosis.state}"] if diagnosis.state else []
     lines += [f"  unknown   {text}" for text in diagnosis.blind]
     return "\n".join(lines)

@@ -9,6 +9,7 @@ from miles_core.doctor.evidence import Evidence, gather
 from miles_core.doctor.signs import Finding
 from miles_core.report.load import RunRecord
 from miles_core.tracking.live import CONTRACTS, figures_text
+from miles_core.tracking.verdict import verdict_of_steps
 
 OUTRIGHT = (
     signs.broken_weights_proof,
@@ -37,6 +38,8 @@ class Diagnosis:
     """(contract, its figures on the last step)"""
     blind: tuple[str, ...]
     """What this run does not record, so that nothing can be said of it."""
+    state: str | None = None
+    """Of an asynchronous run: which side waits for which, in words."""
 
     @property
     def healthy(self) -> bool:
@@ -53,7 +56,9 @@ def diagnose(record: RunRecord) -> Diagnosis:
         findings = [] if first is None else [first]
     last = record.at(record.steps)
     readings = tuple((name, figures_text(name, last) or "not measured") for name in CONTRACTS)
-    return Diagnosis(findings=tuple(findings), readings=readings, blind=_blind(evidence))
+    found = verdict_of_steps(record.metrics, record.timings)
+    state = None if found is None else f"{found.verdict}: {found.sentence}"
+    return Diagnosis(findings=tuple(findings), readings=readings, blind=_blind(evidence), state=state)
 
 
 def _blind(evidence: Evidence) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 
 from miles_core.config.model_folder import ModelFolder, read_model_folder
 from miles_core.config.resolve import ResolvedRun
+from miles_core.config.spec import RunSpec
 from miles_core.data.order import PromptStream
 from miles_core.data.source import PromptSet, build_prompts
 from miles_core.driver import checkpoint
@@ -25,6 +26,7 @@ from miles_core.kinds.transport import Transport
 from miles_core.registry import Registry, load_target
 from miles_core.rollout.alarm import ConstantRewardAlarm
 from miles_core.rollout.episode import Episodes
+from miles_core.rollout.first_failures import FirstFailures
 from miles_core.rollout.rewards import RewardPool, reward_specs
 from miles_core.rollout.scheduler import GroupFilter
 from miles_core.session.assembly import assemble_attempt
@@ -88,7 +90,7 @@ async def open_run(
             fleet=Fleet(transport, trainer, engines, update_settings(resolved, trainer, model)),
             stream=stream,
             eval_prompts=eval_prompts,
-            episodes=_episodes(resolved, model, environment, pool, family, rewards),
+            episodes=_episodes(resolved, model, environment, pool, family, rewards, recorder),
             filters=_filters(resolved),
             learning=_learning(resolved),
             alarm=ConstantRewardAlarm(steps=spec.rollout.constant_reward_alarm_steps),
@@ -161,6 +163,7 @@ def _episodes(
     pool: EnginePool,
     family: TitoFamily,
     rewards: RewardPool,
+    recorder: Recorder,
 ) -> Episodes:
     spec = resolved.spec
     sessions = SessionFactory(
@@ -178,7 +181,14 @@ def _episodes(
         seed=spec.seed,
         timeout_s=spec.rollout.trajectory_timeout_s,
         assemble=functools.partial(assemble_attempt, picker=PICKERS[spec.session.leaves]),
+        first_failures=FirstFailures(functools.partial(recorder.alarm, 0), wave=_first_wave(spec)),
     )
+
+
+def _first_wave(spec: RunSpec) -> int:
+    """Trajectories that run at once when the run begins."""
+    batch = spec.schedule.groups_per_step * spec.schedule.group_size
+    return spec.schedule.max_concurrent_samples or min(batch, spec.rollout.max_concurrent)
 
 
 def context_length(wanted: int | None, limit: int | None) -> int:

@@ -95,7 +95,7 @@ async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[st
         if step % run.spec.schedule.update_weights_interval == 0 or step == run.last_step:
             await stages.publish(run, run.version + 1)
         idle = waited / max(time.monotonic() - began, 1e-9)
-        run.recorder.timings({**producer.gauges(), "async/trainer_idle_fraction": idle})
+        run.recorder.timings({**producer.gauges(collected.groups), "async/trainer_idle_fraction": idle})
         # Evaluation on the engines that also roll out: nothing new starts beside it, and the pause is its cost.
         async with producer.held() if run.eval_due(step) else contextlib.nullcontext():
             await stages.finish_step(run, step, metrics)

@@ -19,6 +19,7 @@ from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking.names import find
 from miles_core.tracking.rollouts import RolloutRow
 from miles_core.tracking.run_dir import RunDir
+from miles_core.tracking.verdict import verdict_of_steps
 
 SHOWN_TOKENS = 700
 SHOWN_EVENTS = 40
@@ -108,6 +109,8 @@ def summary(run: RunRecord) -> list[str]:
             f"Held-out reward, step {first_step} to {last_step}: {first:.3f} → {last:.3f} "
             f"(standard errors {errors.get(first_step, 0):.3f} and {errors.get(last_step, 0):.3f})."
         )
+    if state := verdict_of_steps(run.metrics, run.timings):
+        sentences.append(f"The run was {state.verdict}: {state.sentence}.")
     return sentences
 
 

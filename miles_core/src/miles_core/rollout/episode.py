@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,6 +18,7 @@ from miles_core import watch
 from miles_core.errors import ContractError, PluginError, RewardError
 from miles_core.kinds.environment import Completion, Environment, EpisodeResult, SessionHandle
 from miles_core.kinds.reward import MAX_REWARD, Scored
+from miles_core.rollout.first_failures import FirstFailures
 from miles_core.rollout.rewards import RewardPool, RewardTimeout
 from miles_core.session.assembly import assemble as assemble_linear
 from miles_core.types import Boundary, Failure, Message, Prompt, SamplingParams, Status, Tool, Trajectory
@@ -48,6 +49,10 @@ class Assemble(Protocol):
     def __call__(
         self, session: Any, *, prompt_id: str, error: BaseException | None, metadata: Mapping[str, Any]
     ) -> Trajectory: ...
+
+
+GRACE_S = 5.0
+"""How long an environment may take to end once its deadline has passed; then it is left behind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +101,7 @@ class Episodes:
         seed: int,
         timeout_s: float,
         assemble: Assemble = assemble_linear,
+        first_failures: FirstFailures | None = None,
     ) -> None:
         self._environment = environment
         self._sessions = sessions
@@ -103,6 +109,9 @@ class Episodes:
         self._seed = seed
         self._timeout_s = timeout_s
         self._assemble = assemble
+        self._first_failures = first_failures
+        self._abandoned: set[asyncio.Task[EpisodeResult]] = set()
+        """Episodes that go on after their cancellation; kept so that they are not collected while they run."""
 
     async def generate(self, prompt: Prompt, params: SamplingParams, key: EpisodeKey) -> Generated:
         """Run the environment to its end or its deadline.
@@ -137,8 +146,36 @@ class Episodes:
         )
         return Generated(trajectory=trajectory, scored=scored, own_reward=None if result is None else result.reward)
 
+    async def _until_deadline(self, episode: Coroutine[Any, Any, EpisodeResult]) -> asyncio.Task[EpisodeResult] | None:
+        """The finished task of an episode, or None when its deadline passed.
+
+        A task of its own, because an environment may swallow its cancellation: it is left behind then, so that it holds
+        no place in flight for ever.
+        """
+        task = asyncio.create_task(episode)
+        try:
+            done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait({task}, timeout=GRACE_S)
+            if not task.done():
+                self._abandoned.add(task)
+                task.add_done_callback(self._abandoned.discard)
+        return task if done else None
+
     async def score(self, generated: Generated) -> Trajectory:
-        """The trajectory with its reward, or failed(reward)."""
+        """The trajectory with its reward, or failed(reward).
+
+        Raises:
+            RunError: nothing but time-outs happened since the run began.
+        """
+        attempt = await self._score(generated)
+        if self._first_failures is not None:
+            self._first_failures.observe(attempt)
+        return attempt
+
+    async def _score(self, generated: Generated) -> Trajectory:
         trajectory, scored = generated.trajectory, generated.scored
         if scored is None:
             return trajectory
@@ -170,14 +207,15 @@ class Episodes:
     ) -> tuple[EpisodeResult | None, Exception | None]:
         """What the environment reported, or what it raised."""
         who = f"sample {key.sample} of prompt {prompt.id} ({key.purpose} step {key.step})"
+        with watch.waiting(who, on=f"environment {type(self._environment).__name__}"):
+            task = await self._until_deadline(self._environment.run(prompt, watched))
+        if task is None:
+            watched.ran_out(self._timeout_s)
+            return None, TimeoutError()
         try:
-            with watch.waiting(who, on=f"environment {type(self._environment).__name__}"):
-                async with asyncio.timeout(self._timeout_s) as deadline:
-                    result = await self._environment.run(prompt, watched)
-        except TimeoutError as error:
-            if deadline.expired():
-                watched.ran_out(self._timeout_s)
-            return None, error
+            result = task.result()
+        except asyncio.CancelledError:
+            return None, RuntimeError("the environment cancelled itself")
         except (ContractError, PluginError):
             raise
         except Exception as error:  # noqa: BLE001 - the episode boundary: fails this attempt, not the run

@@ -177,6 +177,8 @@ class Producer:
     async def _sample(self, order: Order, index: int, attempts: list[Trajectory]) -> Trajectory:
         """Attempts until one is no failure or the retries are used up; its credit is free from then on."""
         first = order.round * (self._spec.retries + 1)
+        clock = asyncio.get_running_loop().time
+        began = clock()
         try:
             for attempt in range(first, first + self._spec.retries + 1):
                 key = EpisodeKey(
@@ -192,7 +194,7 @@ class Producer:
                 attempts.append(trajectory)
                 if trajectory.status in SCORED:
                     break
-            return trajectory
+            return replace(trajectory, metadata={**trajectory.metadata, "seconds": round(clock() - began, 6)})
         finally:
             self.in_flight.set(self.in_flight.level - 1)
             self._notify()
@@ -322,11 +324,13 @@ class Producer:
         counts = {f"async/{name}": float(count) for name, count in self.ledger.counts.items()}
         return {**tally.judged_stats(), **tally.batch_stats(groups), **counts}, tally
 
-    def gauges(self) -> dict[str, float]:
-        """Means since the last call, under ``async/``; what the clock decides."""
+    def gauges(self, groups: Sequence[Group]) -> dict[str, float]:
+        """Means since the last call, under ``async/``; what the clock decides. `groups` are those just trained."""
         capacity = self.buffer.metrics()["capacity"]
         in_flight = self.in_flight.mean()
+        seconds = sum(row.metadata.get("seconds", 0.0) for group in groups for row in group.trajectories)
         return {
+            "async/generate_s": seconds / self._budget.samples,
             "async/in_flight_mean": in_flight,
             "async/engine_idle_fraction": max(0.0, 1.0 - in_flight / self._budget.samples),
             "async/queue_size": self.queue.level,

@@ -19,6 +19,7 @@ from rich.text import Text
 
 from miles_core.contracts.logprobs import MAX_MEAN_ABS_DIFF
 from miles_core.contracts.report import Report, Verdict
+from miles_core.tracking.verdict import Outlook, State, judge
 
 CONTRACTS = ("tokens", "routes", "logprobs", "versions")
 BLOCKS = "▁▂▃▄▅▆▇█"
@@ -74,6 +75,8 @@ class PlainDisplay:
         if "throughput/rollout_tokens_per_s" in timings:
             parts.append(f"{timings['throughput/rollout_tokens_per_s']:.0f} tok/s")
         parts.append(f"{timings.get('time/step_s', 0.0):.1f} s")
+        if state := judge({**metrics, **timings}):
+            parts.append(state.verdict.value)
         parts += [f"{report.name} {verdict_text(report)}" for report in self._reports]
         parts.append(f"ETA {self._pace.eta()}")
         sys.stdout.write("  ".join(parts) + "\n")
@@ -102,6 +105,8 @@ class LiveDisplay:
         self._rewards: deque[float] = deque(maxlen=48)
         self._eval: tuple[int, float] | None = None
         self._tokens_per_s: float | None = None
+        self._state: State | None = None
+        self._outlook = Outlook()
         self._reports: Sequence[Report] = ()
         self._live = Live(get_renderable=self.render, console=self._console, refresh_per_second=4)
 
@@ -124,6 +129,8 @@ class LiveDisplay:
         if "eval/reward_mean" in metrics:
             self._eval = (step, metrics["eval/reward_mean"])
         self._tokens_per_s = timings.get("throughput/rollout_tokens_per_s", self._tokens_per_s)
+        self._state = judge({**metrics, **timings})
+        self._outlook.step(metrics, timings)
 
     def say(self, message: str, *, alarm: bool = False) -> None:
         # soft_wrap keeps a printed path in one piece, so that terminals can make it clickable.
@@ -159,6 +166,10 @@ class LiveDisplay:
             facts.add_row("eval", f"{self._eval[1]:.3f} [dim]after step {self._eval[0]}[/]")
         if self._tokens_per_s is not None:
             facts.add_row("tokens/s", f"{self._tokens_per_s:,.0f} [dim]in rollout[/]")
+        if self._state is not None:
+            facts.add_row(self._state.verdict.value, escape(self._state.sentence))
+        if (ahead := self._outlook.forecast()) is not None:
+            facts.add_row("forecast", escape(str(ahead)))
         facts.add_row("now", escape(doing))
 
         checks = Table.grid(padding=(0, 2))

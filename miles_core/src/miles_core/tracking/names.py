@@ -146,6 +146,12 @@ ASYNC = (
     Metric("async/in_flight_mean", "trajectories", "trajectories in flight, mean over the step", True),
     Metric("async/engine_idle_fraction", "fraction", "of the budget in flight that was unused, mean over time", True),
     Metric("async/trainer_idle_fraction", "fraction", "of the step that the trainer waited for data", True),
+    Metric(
+        "async/generate_s",
+        "s",
+        "of generating the batch: trajectory seconds over the budget",
+        True,
+    ),
     Metric("async/queue_size", "groups", "groups in the buffer at the end of the step", True),
     Metric("async/queue_fill", "fraction", "of the buffer's capacity that was used, mean over time", True),
     Metric("async/blocked_fraction", "fraction", "of the time that a full buffer held the rollout back", True),
