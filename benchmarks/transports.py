@@ -35,6 +35,7 @@ import zstandard
 from safetensors.torch import save_file
 
 from miles_core.types import NamedTensor, WeightBucket
+from miles_core.weights.digests import digest_tensor
 from miles_transports.broadcast import BroadcastReceiver, BroadcastSender, choose_wire
 from miles_transports.cuda_ipc import CudaIpcReceiver, CudaIpcSender
 from miles_transports.delta.checkout import Checkout
@@ -76,8 +77,11 @@ def target(link: Connection, kind: str, address: Address, gpu: int, bucket_bytes
             for _ in range(count):
                 group.broadcast(block, lambda: None)
         else:
-            for _ in receiver.receive(order):
-                pass
+            for bucket in receiver.receive(order):
+                last = bucket
+            link.send("done")
+            link.send([digest_tensor(named.tensor) for named in last.tensors])
+            continue
         link.send("done")
     receiver.close()
 
@@ -135,6 +139,8 @@ def between_processes(kind: str, arguments: argparse.Namespace) -> tuple[list[fl
             here.recv()
 
         ours.append(timed(publish))
+        if here.recv() != [digest_tensor(named.tensor) for named in made[-1].tensors]:
+            raise SystemExit(f"{kind}: other bytes arrived than were sent")
     here.send(None)
     process.join(60)
     sender.close()
@@ -221,7 +227,9 @@ def main() -> None:
     if "delta" in arguments.what:
         found: dict[str, list[tuple[float, float]]] = {}
         for _ in range(arguments.repeats):
-            work = Path(tempfile.mkdtemp(dir="/dev/shm"))  # memory: a disk's speed is not the question
+            memory = Path("/dev/shm")  # a disk's speed is not the question
+            roomy = shutil.disk_usage(memory).free > 5 * arguments.mib * MIB
+            work = Path(tempfile.mkdtemp(dir=memory if roomy else None))
             for name, pair in delta(arguments, work).items():
                 found.setdefault(name, []).append(pair)
             shutil.rmtree(work)
