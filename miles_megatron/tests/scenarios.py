@@ -60,8 +60,12 @@ class Place:
 
 
 def batches(count: int) -> list[TrainBatch]:
+    """Random tokens, padding tokens of the models among them: the row of such a token is never trained."""
     rng = np.random.default_rng(11)
-    return [example_batch(rng, LENGTHS) for _ in range(count)]
+    made = [example_batch(rng, LENGTHS) for _ in range(count)]
+    for batch in made:
+        batch.token_ids[4::7], batch.token_ids[6::11] = 2, 0
+    return made
 
 
 def one_update(place: Place, *, model: str, **options: Any) -> dict[str, Any]:
@@ -84,6 +88,7 @@ for _model in ("qwen3", "llama", "qwen2", "qwen3-moe", "glm4-moe", "deepseek-v3"
         f"{_model} dp2": _one(),
         f"{_model} dp2 distributed": _one(distributed_optimizer=True),
         f"{_model} tp2 sp": _one(tensor_parallel=2, sequence_parallel=True),
+        f"{_model} tp2 sp distributed": _one(tensor_parallel=2, sequence_parallel=True, distributed_optimizer=True),
         f"{_model} pp2": _one(pipeline_parallel=2),
         f"{_model} vpp2": _one(pipeline_parallel=2, virtual_pipeline=2),
         f"{_model} cp2": _one(context_parallel=2),

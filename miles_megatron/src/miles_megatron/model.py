@@ -165,6 +165,18 @@ class ScoringModel(GPTModel):  # type: ignore[misc]
 
     scoring: Mapping[str, int]
     """`vocab` and `chunk_tokens`."""
+    padding_token: int | None
+    """Its row of the input embedding gets no gradient."""
+
+    def _preprocess(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        hidden, *rest = super()._preprocess(input_ids, *args, **kwargs)
+        if self.pre_process and self.padding_token is not None and torch.is_grad_enabled():
+            untrained = input_ids[0] == self.padding_token
+            if self.config.sequence_parallel:
+                group = self.pg_collection.tp
+                untrained = untrained.chunk(group.size())[group.rank()]
+            hidden = torch.where(untrained[:, None, None], hidden.detach(), hidden)
+        return (hidden, *rest)
 
     def _postprocess(self, hidden_states: Tensor, *, packed_seq_params: Packed, **_: Any) -> Any:
         """(f32[K], f32[K]) on the last stage, complete on each rank; hidden states elsewhere."""
@@ -228,6 +240,7 @@ def build(plan: Blueprint, *, routed: bool) -> list[ScoringModel]:
             vp_stage=stage,
         )
         piece.scoring = {"vocab": plan.shape.vocab, "chunk_tokens": plan.options.logprob_chunk_tokens}
+        piece.padding_token = plan.shape.padding_token
         rotation = Rotation(frequencies.to(plan.device), scale, latent=plan.shape.mla)
         _fit(piece, plan, rotation, routed=routed)
         pieces.append(piece)

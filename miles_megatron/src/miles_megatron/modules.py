@@ -136,10 +136,19 @@ class Experts(MegatronModule):  # type: ignore[misc]
         """f[T, H] sorted by expert, i[E], f[T]  ->  f[T, H] weighted by `probabilities`, partial over the group."""
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         gate_up = self.gate_up.flatten(1, 2).transpose(1, 2)
-        hidden = F.grouped_mm(tokens, gate_up, offs=ends)
+        hidden = _grouped(tokens, gate_up, ends)
         gate, up = hidden.chunk(2, -1)
         weighted = F.silu(gate) * up * probabilities[:, None].to(tokens.dtype)
-        return F.grouped_mm(weighted, self.down.transpose(1, 2), offs=ends), None
+        return _grouped(weighted, self.down.transpose(1, 2), ends), None
+
+
+def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
+    """f[T, a] in groups that end at i32[E], f[E, a, b]  ->  f[T, b]: each group times its matrix."""
+    if rows.is_cuda and rows.dtype != torch.bfloat16:  # torch groups only bfloat16 there
+        sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
+        return torch.cat([part @ matrix for part, matrix in zip(rows.split(sizes), matrices, strict=True)])
+    product: Tensor = F.grouped_mm(rows, matrices, offs=ends)
+    return product
 
 
 class SameEverywhere(nn.Module):

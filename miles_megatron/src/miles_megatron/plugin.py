@@ -4,9 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from miles_core.plugin import Capability, hookimpl
+from miles_core.plugin import Capability, Rule, hookimpl
 
 MILES_API = 1
+
+_RULES = (
+    Rule(
+        id="megatron-layout",
+        check="miles_megatron.rules:layout_divides",
+        because="a replica takes tensor x pipeline x context ranks, its experts expert x expert-tensor x pipeline",
+        instead="sizes whose product divides placement.trainer_ranks",
+    ),
+    Rule(
+        id="megatron-virtual-pipeline",
+        check="miles_megatron.rules:virtual_needs_pipeline",
+        because="interleaving cuts the bubble between stages, and one stage has none",
+        instead="backend.virtual_pipeline: 1, or backend.pipeline_parallel above 1",
+    ),
+    Rule(
+        id="megatron-sequence-parallel",
+        when=("backend.sequence_parallel=true",),
+        check="miles_megatron.rules:sequence_needs_tensor",
+        because="sequence parallelism splits activations over the tensor-parallel ranks, and there is one",
+        instead="backend.sequence_parallel: false",
+    ),
+    Rule(
+        id="megatron-experts-sequence",
+        when=("backend.sequence_parallel=false",),
+        check="miles_megatron.rules:experts_need_sequence",
+        because="Megatron trains experts under tensor parallelism only with sequence parallelism",
+        instead="backend.sequence_parallel: true",
+    ),
+    Rule(
+        id="megatron-recompute-layers",
+        when=("backend.recompute=none",),
+        check="miles_megatron.rules:recompute_layers_are_read",
+        because="nothing is recomputed, so nothing reads how many layers at a time",
+        instead="backend.recompute: full, or no backend.recompute_layers",
+    ),
+)
 
 
 @hookimpl
@@ -18,5 +54,6 @@ def miles_backends() -> Iterable[Capability]:
             load="miles_megatron.backend:MegatronBackend",
             options="miles_megatron.options:MegatronOptions",
             provides=frozenset({"multi-rank", "reference-model", "replays-routes"}),
+            rules=_RULES,
         )
     ]

@@ -46,6 +46,8 @@ class ModelShape:
     max_positions: int
     tied: bool
     """Output and input embedding are one tensor."""
+    padding_token: int | None = None
+    """Token whose row of the input embedding the checkpoint's own code never trains (torch's `padding_idx`)."""
     rotary_dim: int
     """Dimensions of a head that positions rotate."""
     experts: int = 0

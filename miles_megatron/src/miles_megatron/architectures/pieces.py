@@ -112,6 +112,7 @@ def basics(config: Mapping[str, Any]) -> dict[str, Any]:
         "key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
         "vocab": config["vocab_size"],
         "max_positions": config["max_position_embeddings"],
+        "padding_token": config.get("pad_token_id"),
         "tied": bool(config.get("tie_word_embeddings")),
     }
 

@@ -1,0 +1,54 @@
+"""What the numbers of a layout must satisfy, checked before anything starts; `fits` checks them against the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from miles_core.rules import Facts, Finding
+
+
+def layout_divides(facts: Facts) -> Iterable[Finding]:
+    """Sizes multiply to a divisor of the trainer's ranks."""
+    ranks = _number(facts, "placement.trainer_ranks")
+    tensor, pipeline, context = (_number(facts, f"backend.{n}_parallel") for n in ("tensor", "pipeline", "context"))
+    expert, expert_tensor = (_number(facts, f"backend.{n}_parallel") for n in ("expert", "expert_tensor"))
+    dense = tensor * pipeline * context
+    if ranks % dense:
+        yield Finding(
+            path="backend.tensor_parallel",
+            found=f"tensor {tensor} x pipeline {pipeline} x context {context} = {dense} for {ranks} trainer ranks",
+        )
+    experts = expert * expert_tensor * pipeline
+    if ranks % experts:
+        yield Finding(
+            path="backend.expert_parallel",
+            found=f"expert {expert} x expert tensor {expert_tensor} x pipeline {pipeline} = {experts} for {ranks} ranks",
+        )
+
+
+def virtual_needs_pipeline(facts: Facts) -> Iterable[Finding]:
+    if _number(facts, "backend.virtual_pipeline") > 1 and _number(facts, "backend.pipeline_parallel") == 1:
+        yield Finding(path="backend.virtual_pipeline", found="a virtual pipeline on one stage")
+
+
+def sequence_needs_tensor(facts: Facts) -> Iterable[Finding]:
+    if _number(facts, "backend.tensor_parallel") == 1:
+        yield Finding(path="backend.sequence_parallel", found="sequence_parallel with tensor_parallel: 1")
+
+
+def experts_need_sequence(facts: Facts) -> Iterable[Finding]:
+    """Megatron refuses it while training: gradients of experts would miss tokens."""
+    wide = _number(facts, "backend.tensor_parallel") > 1
+    experts = _number(facts, "backend.expert_parallel") * _number(facts, "backend.expert_tensor_parallel") > 1
+    if wide and experts:
+        yield Finding(path="backend.sequence_parallel", found="experts over ranks and tensor_parallel without it")
+
+
+def recompute_layers_are_read(facts: Facts) -> Iterable[Finding]:
+    if _number(facts, "backend.recompute_layers") != 1:
+        yield Finding(path="backend.recompute_layers", found="recompute_layers with recompute: none")
+
+
+def _number(facts: Facts, path: str) -> int:
+    value = facts.values.get(path, 1)
+    return value if isinstance(value, int) else 1
