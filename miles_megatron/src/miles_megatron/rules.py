@@ -22,7 +22,7 @@ def layout_divides(facts: Facts) -> Iterable[Finding]:
     if ranks % experts:
         yield Finding(
             path="backend.expert_parallel",
-            found=f"expert {expert} x expert tensor {expert_tensor} x pipeline {pipeline} = {experts} for {ranks} ranks",
+            found=f"expert {expert} x expert tensor {expert_tensor} x pipeline {pipeline} = {experts} for {ranks}",
         )
 
 
