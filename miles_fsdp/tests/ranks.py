@@ -52,6 +52,7 @@ def backend(
     reference: bool = False,
     device: str = "cpu",
     routes: RouteMode = "off",
+    exact: bool = False,
     **options: Any,
 ) -> FsdpBackend:
     settings: dict[str, Any] = {
@@ -69,6 +70,7 @@ def backend(
         optimizer=optimizer,
         loss=loss,
         reference=reference,
+        true_on_policy=exact,
         routes=routes,
     )
     return FsdpBackend(FsdpOptions(**settings), context)
@@ -122,6 +124,11 @@ def run(rank: int, folder: Path, device: str) -> dict[str, Any]:
     results["reference"] = made.log_probs(batch, model="reference")
     made.save_hf(folder / "hf")
     made.close()
+
+    for dtype in ("float32", "bfloat16") if device == "cpu" else ("bfloat16",):
+        made = make(model=dtype, param_dtype="checkpoint", exact=True)
+        results[f"exact {dtype}"] = made.log_probs(batch)
+        made.close()
 
     made = make(model="experts", routes="record", micro_batch_tokens=1)
     made.log_probs(routed_batch())

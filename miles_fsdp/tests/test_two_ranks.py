@@ -47,6 +47,8 @@ def folder(device: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("two-ranks")
     make_tiny_model(folder / "model", dtype="float64", context=64)
     make_tiny_model(folder / "model32", dtype="float32", context=64)
+    for dtype in ("float32", "bfloat16"):
+        make_tiny_model(folder / dtype, dtype=dtype, architecture="qwen3", context=64)
     make_tiny_model(folder / "experts", dtype="float64", architecture="qwen3-moe", tie=False)
     return folder
 
@@ -105,6 +107,21 @@ def test_gradient_over_two_ranks_is_that_of_one_batch_in_float64(
             assert float((moved / (1 - moved.abs()) - gradient).abs().max()) < ROUNDING[device] * largest, name
             compared += 1
     assert compared >= len(expected.gradients) - 4
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_true_on_policy_log_probs_are_those_of_one_rank_bit_for_bit(
+    folder: Path, both: Results, device: str, dtype: str
+) -> None:
+    if device == "cuda" and dtype == "float32":
+        pytest.skip("on a GPU, true-on-policy is for bfloat16")
+    made = ranks.backend(
+        folder, 0, 1, model=dtype, param_dtype="checkpoint", micro_batch_tokens=4096, exact=True, device=device
+    )
+    batch = ranks.batches(1)[0]
+    alone = made.log_probs(batch)
+    assert np.count_nonzero(alone) == batch.num_loss_tokens
+    assert np.array_equal(both[0][f"exact {dtype}"], alone)
 
 
 def test_routes_are_counted_once_over_ranks(folder: Path, both: Results) -> None:

@@ -213,6 +213,9 @@ SOUND_BUT_FOR = {
     "MIL804": [
         "precision.true_on_policy=true", "model=exact", "engine=steady", "schedule.on_weight_update=in-place",
     ],
+    "MIL805": [
+        *FULLY_ASYNC, "precision.true_on_policy=true", "model=exact", "schedule.update_weights_interval=2",
+    ],
     "MIL901": ["environment=gym"],
     "MIL902": ["eval.prompts=3"],
     "MIL903": ["environment=gym", "data=null", "rewards=[]", "rollout.reward_workers=3"],

@@ -42,6 +42,14 @@ def _old_keys(s: Setup) -> str | None:
     return None
 
 
+def _never_fresh(s: Setup) -> str | None:
+    if s.spec.precision.true_on_policy and s.spec.schedule.update_weights_interval > 1:
+        return (
+            "between updates the trainer's weights are ahead of every engine's, so no token has its sampler to compare"
+        )
+    return None
+
+
 TRUE_ON_POLICY: tuple[Check, ...] = (
     Check(
         id="MIL801",
@@ -74,5 +82,13 @@ TRUE_ON_POLICY: tuple[Check, ...] = (
         find=_old_keys,
         do="set schedule.on_weight_update: retract, or precision.true_on_policy: false",
         reads=("precision.true_on_policy",),
+    ),
+    Check(
+        id="MIL805",
+        about="True-on-policy publishes every version that is scored with.",
+        path="schedule.update_weights_interval",
+        find=_never_fresh,
+        do="set schedule.update_weights_interval: 1, or precision.true_on_policy: false",
+        reads=("precision.true_on_policy", "schedule.mode"),
     ),
 )
