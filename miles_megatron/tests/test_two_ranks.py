@@ -11,6 +11,7 @@ import torch
 
 import miles_megatron.start  # noqa: F401
 from miles_core.testing.backend import gradients_of, weights
+from miles_core.types import TrainBatch
 from miles_fsdp.backend import FsdpBackend
 from miles_fsdp.options import FsdpOptions
 
@@ -29,23 +30,29 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(folder: Path) -> dict[str, list[Any]]:
-    return run_ranks(folder, 2, scenarios.FAST)
+    return run_ranks(folder, 2, (*scenarios.FAST, *scenarios.REPLAYED, *scenarios.OTHERS))
 
 
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, Any]:
-    return {name: fsdp_update(folder, name) for name in {scenario.split()[0] for scenario in scenarios.FAST}}
-
-
-def fsdp_update(folder: Path, model: str) -> dict[str, Any]:
-    context = scenarios.Place(0, 1, folder, "cpu").context(model)
-    made = FsdpBackend(FsdpOptions(param_dtype="float32", micro_batch_tokens=20), context)
     (batch,) = scenarios.batches(1)
+    made = {name: fsdp_update(folder, name, batch) for name in {scenario.split()[0] for scenario in scenarios.FAST}}
+    for scenario in scenarios.REPLAYED:
+        name = scenario.split()[0]
+        layers = {"qwen3-moe": 4, "deepseek-v3": 3}[name]
+        routed = scenarios.routed(batch, layers, 8, 2)
+        made[f"{name} replay"] = fsdp_update(folder, name, routed, routes="replay")
+    return made
+
+
+def fsdp_update(folder: Path, model: str, batch: TrainBatch, **changes: Any) -> dict[str, Any]:
+    context = scenarios.Place(0, 1, folder, "cpu").context(model, **changes)
+    made = FsdpBackend(FsdpOptions(param_dtype="float32", micro_batch_tokens=20), context)
     logprobs, before = made.log_probs(batch), weights(made)
     metrics = dict(made.train_step(batch).values)
     gradients = gradients_of(before, weights(made), scenarios.PROBE)
-    made.close()
-    return {"logprobs": logprobs, "before": before, "metrics": metrics, "gradients": gradients}
+    found = {"logprobs": logprobs, "before": before, "metrics": metrics, "gradients": gradients}
+    return {**found, "counts": made.route_counts()}
 
 
 def assert_same_update(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -74,3 +81,42 @@ class TestTwoRanks:
             assert rank["before"].keys() == before.keys()
             for name, tensor in before.items():
                 assert torch.equal(rank["before"][name], tensor), name
+
+
+@pytest.mark.parametrize("scenario", scenarios.REPLAYED)
+def test_replayed_routes_give_fsdps_update(
+    found: dict[str, list[Any]], expected: dict[str, Any], scenario: str
+) -> None:
+    reference = expected[f"{scenario.split()[0]} replay"]
+    plain = expected[scenario.split()[0]]
+    assert np.abs(reference["logprobs"] - plain["logprobs"]).max() > 0.01, "the routes change nothing"
+    for rank in found[scenario]:
+        assert_same_update(rank, reference)
+        assert rank["counts"] == reference["counts"]
+        assert rank["counts"].own_differs > 0
+
+
+def test_a_run_resumes_bit_for_bit_and_under_other_layouts(found: dict[str, list[Any]], folder: Path) -> None:
+    first = found["trained tp2"][0]
+    assert first["resumed"] == first["straight"]
+    assert all(torch.equal(first["after"][n], t) for n, t in first["resumed after"].items())
+    alone = scenarios.ALL["continued alone"](scenarios.Place(0, 1, folder, "cpu"))
+    for other in (found["continued ep2"][0], found["continued pp2"][1], alone):
+        for step, metrics in enumerate(other["metrics"]):
+            assert metrics == pytest.approx(first["straight"][step], rel=1e-4)
+        for name, tensor in other["after"].items():
+            assert torch.allclose(tensor, first["after"][name], atol=1e-3), name
+
+
+@pytest.mark.parametrize("scenario", ["refused pp2", "refused dp2"])
+def test_all_ranks_refuse_a_nonfinite_step_together(found: dict[str, list[Any]], scenario: str) -> None:
+    for skipped, unchanged, next_step in found[scenario]:
+        assert skipped.startswith("not finite")
+        assert (unchanged, next_step) == ("unchanged", "taken")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", scenarios.FOUR)
+def test_the_update_of_four_ranks_is_that_of_fsdp(folder: Path, expected: dict[str, Any], scenario: str) -> None:
+    for rank in run_ranks(folder, 4, [scenario])[scenario]:
+        assert_same_update(rank, expected[scenario.split()[0]])
