@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 import subprocess
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,36 +54,50 @@ def harm(pid: int, number: int) -> bool:
     try:
         if b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes():
             return False
-        import os
-
         os.kill(pid, number)
     except OSError:
         return False
     return True
 
 
+def replaced(workspace: Workspace) -> int:
+    return sum(event["event"] == "engine_replaced" for event in workspace.lines("events.jsonl"))
+
+
 def run_under_fire(
-    workspace: Workspace, overrides: dict[str, Any], plan: list[tuple[str, int]], pause_s: float
+    workspace: Workspace, overrides: dict[str, Any], plan: list[tuple[str, int]], *, pause_s: float, settle: bool
 ) -> Counter[str]:
-    """Run to the end while `plan` is carried out, one blow after the other; how many of each kind landed."""
+    """Run to the end while `plan` is carried out, one blow after the other; how many of each kind landed.
+
+    Args:
+        pause_s: Seconds at most between a sign of life and the next blow.
+        settle: Wait after a blow at an engine until that was replaced.
+    """
     from .conftest import environment
 
     rng, landed = random.Random(0), Counter[str]()
     log = workspace.folder / "output.txt"
     command = workspace.command(overrides=overrides)
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment()) as run:
+
+        def wait_for(sign: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 240
+            while run.poll() is None and not sign() and time.monotonic() < deadline:
+                time.sleep(0.05)
+
         for victim, number in plan:
             steps = len(workspace.lines())
-            deadline = time.monotonic() + 240
-            while run.poll() is None and len(workspace.lines()) <= steps and time.monotonic() < deadline:
-                time.sleep(0.05)  # blows fall between signs of life, or nothing would ever be trained
+            wait_for(lambda steps=steps: len(workspace.lines()) > steps)  # type: ignore[misc]
             time.sleep(rng.uniform(0, pause_s))
             if run.poll() is not None:
                 break
+            before = replaced(workspace)
             pids = processes(workspace.lines("events.jsonl"))
             names = [name for name in pids if name.startswith(victim)]
             if names and harm(pids[rng.choice(sorted(names))], number):
                 landed[f"{victim} {signal.Signals(number).name}"] += 1
+                if settle and victim == "engine":
+                    wait_for(lambda before=before: replaced(workspace) > before)  # type: ignore[misc]
         assert run.wait(timeout=400) == 0, log.read_text()[-3000:]
     return landed
 
@@ -101,7 +117,7 @@ def check_nothing_lost(workspace: Workspace, steps: int, groups: int, size: int)
 
 def test_engines_and_trainer_die_and_hang_and_the_run_finishes(workspace: Workspace) -> None:
     blows = [("engine", signal.SIGKILL), ("engine", signal.SIGSTOP), ("trainer", signal.SIGKILL)]
-    landed = run_under_fire(workspace, {**CHAOS, "schedule.steps": 9}, blows, pause_s=0.3)
+    landed = run_under_fire(workspace, {**CHAOS, "schedule.steps": 9}, blows, pause_s=0.3, settle=True)
     events = workspace.lines("events.jsonl")
     kinds = Counter(event["event"] for event in events)
     assert sum(landed.values()) == 3, landed
@@ -117,6 +133,6 @@ def test_five_minutes_of_chaos(workspace: Workspace) -> None:
     rng = random.Random(1)
     kinds = [("engine", signal.SIGKILL)] * 4 + [("engine", signal.SIGSTOP)] * 2 + [("trainer", signal.SIGKILL)]
     blows = [rng.choice(kinds) for _ in range(40)]
-    landed = run_under_fire(workspace, {**CHAOS, "schedule.steps": 60}, blows, pause_s=3.0)
+    landed = run_under_fire(workspace, {**CHAOS, "schedule.steps": 60}, blows, pause_s=3.0, settle=False)
     assert sum(landed.values()) >= 20, landed
     check_nothing_lost(workspace, 60, 2, 3)

@@ -60,6 +60,8 @@ def test_the_report_averages_groups_and_weighs_tokens() -> None:
     assert report.metrics == pytest.approx(
         {
             "contract/versions/sample_coverage": 1.0,
+            "contract/versions/token_coverage": 1.0,
+            "contract/versions/mixed_fraction": 0.5,
             "contract/versions/current": 14,
             "contract/versions/s_old_mean": 1.0,
             "contract/versions/s_old_max": 2,
@@ -95,4 +97,12 @@ def test_spans_without_provenance_lower_the_coverage_and_nothing_else() -> None:
 def test_a_group_without_any_version_is_never_stale() -> None:
     report = versions.check([group(row((5, -1)))], current_version=14, max_staleness=0)
     assert report.status is Verdict.UNAVAILABLE
-    assert report.metrics == {"contract/versions/sample_coverage": 0.0}
+    assert set(report.metrics.values()) == {0.0}
+    assert "contract/versions/s_old_max" not in report.metrics
+
+
+def test_the_coverage_counts_tokens_beside_trajectories() -> None:
+    report = versions.check([group(row((3, -1), (1, 9)), row((4, -1)))], current_version=9)
+    assert report.metrics["contract/versions/sample_coverage"] == 0.5
+    assert report.metrics["contract/versions/token_coverage"] == 1 / 8
+    assert report.metrics["contract/versions/mixed_fraction"] == 0

@@ -8,7 +8,7 @@ import statistics
 import pytest
 
 from miles_core.config.spec import EvalSamplingSpec, EvalSpec
-from miles_core.errors import EngineError, RunError
+from miles_core.errors import ContractError, EngineError, RunError
 from miles_core.kinds.reward import Scored
 from miles_core.rollout.chat import ChatEnvironment
 from miles_core.rollout.episode import Episodes
@@ -107,3 +107,11 @@ async def test_nothing_is_left_running_when_it_is_cancelled() -> None:
         await task
     assert sessions.left_open == []
     assert len(asyncio.all_tasks()) == 1
+
+
+async def test_a_score_that_would_mix_checkpoints_is_none() -> None:
+    episodes, _ = bench(echo)  # scripted sessions say that version 0 sampled
+    spec = EvalSpec(prompts=2)
+    await evaluate(1, prompts=PROMPTS, episodes=episodes, spec=spec, retries=0, max_concurrent=9, version=0)
+    with pytest.raises(ContractError, match="mix checkpoints"):
+        await evaluate(1, prompts=PROMPTS, episodes=episodes, spec=spec, retries=0, max_concurrent=9, version=1)

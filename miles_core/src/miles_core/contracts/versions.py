@@ -66,7 +66,15 @@ def check(groups: Sequence[Group], *, current_version: int, max_staleness: int |
         return Report(name="versions", status=Verdict.UNAVAILABLE)
     versioned = sum(any(span.weight_version >= 0 for span in row.spans) for row in rows)
     ages = [(group, age) for group in groups if (age := group_staleness(group, current_version)) is not None]
-    coverage = {"contract/versions/sample_coverage": versioned / len(rows)}
+    spans = [span for row in rows for span in row.spans]
+    sampled = sum(span.end - span.start for span in spans)
+    known = sum(span.end - span.start for span in spans if span.weight_version >= 0)
+    mixed = sum(len({span.weight_version for span in row.spans if span.weight_version >= 0}) > 1 for row in rows)
+    coverage = {
+        "contract/versions/sample_coverage": versioned / len(rows),
+        "contract/versions/token_coverage": known / sampled if sampled else 0.0,
+        "contract/versions/mixed_fraction": mixed / len(rows),
+    }
     if not ages:
         return Report(name="versions", status=Verdict.UNAVAILABLE, metrics=coverage)
     offenders = []

@@ -92,7 +92,7 @@ async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[st
         producer.check()
         if run.save_due(step):
             await stages.save(run, step, metrics)
-        if step % run.spec.schedule.update_weights_interval == 0 or step == run.last_step:
+        if stages.publish_due(run, step):
             await stages.publish(run, run.version + 1)
         idle = waited / max(time.monotonic() - began, 1e-9)
         run.recorder.timings({**producer.gauges(collected.groups), "async/trainer_idle_fraction": idle})

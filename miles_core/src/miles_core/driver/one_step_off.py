@@ -34,7 +34,7 @@ async def train(run: Run) -> None:
         run.pending = None if following is None else _remember(following)
         if run.save_due(step):
             await stages.save(run, step, metrics)
-        if step % run.spec.schedule.update_weights_interval == 0 or step == run.last_step:
+        if stages.publish_due(run, step):
             await stages.publish(run, run.version + 1)
         await stages.finish_step(run, step, metrics)
         if run.stop.requested or following is None:

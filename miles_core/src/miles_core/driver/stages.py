@@ -74,6 +74,13 @@ async def publish(run: Run, version: int, *, first: bool = False) -> None:
     progress()
 
 
+def publish_due(run: Run, step: int) -> bool:
+    """Whether engines get the weights of a step: at the interval, at the end, and to be evaluated, so that a score is
+    that of the step it stands at."""
+    every = run.spec.schedule.update_weights_interval
+    return step % every == 0 or step == run.last_step or run.eval_due(step)
+
+
 async def publish_first(run: Run) -> None:
     """Give the engines the trainer's weights before the first step: under the version they had when the checkpoint was
     written, or the next one where the trainer had moved on since."""
@@ -116,14 +123,16 @@ async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None
     figures = dict(metrics)
     if run.eval_due(step):
         with run.recorder.phase("eval"), waiting("driver", on=f"evaluation after step {step}"):
-            figures |= await evaluate(
+            work = evaluate(
                 step,
                 prompts=run.eval_prompts,
                 episodes=run.episodes,
                 spec=run.spec.eval,
                 retries=run.spec.rollout.retries,
                 max_concurrent=run.spec.rollout.max_concurrent,
+                version=run.version,
             )
+            figures |= await recovery.attend(run, work)
         run.recorder.event("eval", step=step, reward=figures["eval/reward_mean"])
     if figures:
         run.recorder.record(step, figures)

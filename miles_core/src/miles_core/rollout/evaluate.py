@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from miles_core import watch
 from miles_core.config.spec import EvalSpec
-from miles_core.errors import RunError
+from miles_core.errors import ContractError, RunError
 from miles_core.rollout.episode import SCORED, EpisodeKey, Episodes
 from miles_core.rollout.scheduler import first_error, sampling_params
 from miles_core.rollout.tally import part_means
@@ -17,15 +17,26 @@ from miles_core.types import Boundary, Prompt, SamplingParams, Status, Trajector
 
 
 async def evaluate(
-    step: int, *, prompts: Sequence[Prompt], episodes: Episodes, spec: EvalSpec, retries: int, max_concurrent: int
+    step: int,
+    *,
+    prompts: Sequence[Prompt],
+    episodes: Episodes,
+    spec: EvalSpec,
+    retries: int,
+    max_concurrent: int,
+    version: int | None = None,
 ) -> dict[str, float]:
     """Metrics under ``eval/`` over the first `spec.prompts` prompts, always the same ones with the same seeds.
 
     Failures are retried, then counted apart; they are in no mean. The standard error is that over prompts, since
     samples of one prompt are not independent.
 
+    Args:
+        version: Weight version that is evaluated; None does not ask.
+
     Raises:
         RunError: not one trajectory could be scored.
+        ContractError: a token was sampled by another version; one score never mixes checkpoints.
     """
     chosen = [prompts[index] for index in range(min(spec.prompts, len(prompts)))]
     params = sampling_params(spec.sampling)
@@ -42,7 +53,22 @@ async def evaluate(
                 ]
     except BaseExceptionGroup as several:
         raise first_error(several) from None
-    return _metrics(step, [[task.result() for task in row] for row in started])
+    found = [[task.result() for task in row] for row in started]
+    if version is not None:
+        _check_version(step, found, version)
+    return _metrics(step, found)
+
+
+def _check_version(step: int, found: Sequence[Sequence[Trajectory]], version: int) -> None:
+    spans = [span for row in found for trajectory in row if trajectory.reward is not None for span in trajectory.spans]
+    others = sorted({span.weight_version for span in spans} - {version, -1})
+    if others:
+        raise ContractError(
+            f"the score after step {step} would mix checkpoints",
+            expected=f"tokens of weight version {version} alone",
+            found=f"also of version {', '.join(map(str, others))}",
+            where="eval",
+        )
 
 
 async def _sample(

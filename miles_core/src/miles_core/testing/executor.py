@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from miles_core.errors import MilesError, RunError
+from miles_core.errors import EngineLost, MilesError, RunError
 from miles_core.kinds.backend import LossSettings, OptimizerSettings
 from miles_core.kinds.engine import GenerateRequest
 from miles_core.kinds.executor import EngineSpec, Executor, TrainerSpec
@@ -156,6 +156,19 @@ class ExecutorConformance:
             await engine.resume()
             assert (await first).token_ids == (1,)
             assert (await anext(stream)).token_ids == (2,)
+
+    async def test_an_engine_is_replaced_and_its_requests_are_told(self) -> None:
+        async with self.running() as executor:
+            engines = await executor.start_engines(engine_spec(count=2))
+            stream = engines[1].generate(generate_request("a", (5,) * 2000))
+            await anext(stream)
+            fresh = await executor.restart_engine(1)
+            with pytest.raises(EngineLost):
+                _ = [chunk async for chunk in stream]
+            assert fresh is not engines[1]
+            assert await fresh.version() == -1, "a replaced engine holds no published weights"
+            assert [chunk.token_ids async for chunk in fresh.generate(generate_request("b", (7, 8)))] == [(7,), (8,)]
+            assert [chunk.token_ids async for chunk in engines[0].generate(generate_request("c", (9,)))] == [(9,)]
 
     async def test_an_engine_that_does_not_start_is_named(self) -> None:
         async with self.running() as executor:

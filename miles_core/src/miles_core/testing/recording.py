@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from miles_core.errors import EngineError
+from miles_core.errors import EngineError, EngineLost
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
@@ -187,14 +187,14 @@ class RecordingEngine:
         self._running.set()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        if self._closed:
-            raise EngineError("the engine is closed")
         output = request.token_ids[: request.params.max_tokens]
         self._requests += 1
         try:
             for position, token in enumerate(output):
                 await self._running.wait()
                 await asyncio.sleep(0.001)
+                if self._closed:
+                    raise EngineLost("the engine is closed", where=f"engine {self.index}")
                 finish = FinishReason.LENGTH if position == len(output) - 1 else None
                 yield Chunk(token_ids=(token,), logprobs=(-1.0,), weight_version=self._version, finish_reason=finish)
         finally:

@@ -103,6 +103,8 @@ CONTRACTS = (
     Metric("contract/versions/delta_gen_max", "versions", "updates that landed while a group was generated, most"),
     Metric("contract/versions/token_staleness", "versions", "age of the typical token: token-weighted mean"),
     Metric("contract/versions/sample_coverage", "fraction", "trajectories with a known version"),
+    Metric("contract/versions/token_coverage", "fraction", "sampled tokens with a known version"),
+    Metric("contract/versions/mixed_fraction", "fraction", "trajectories that several versions sampled"),
 )
 CORRECTIONS = (
     Metric("correction/{correction}/ratio", "ratio", "trainer over rollout probability, before any bound"),
