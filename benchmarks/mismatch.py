@@ -5,13 +5,14 @@
 Every row is a set of whole runs of one run-file, alike but for the remedy: engine `local` decodes token by token in
 batches of its own, backend `fsdp` scores packed rows. Contract figures are means over steps and seeds (`max` is the
 largest); rewards are those of the last quarter of the steps. Speeds are medians over steps as ratios to the first row
-of the table; the runs of a seed follow one another, so that whatever else the machine does hits all rows alike.
+of the table, by the wall clock: the runs of a seed follow one another, but on a busy machine they say little.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import io
 import json
 import platform
@@ -182,6 +183,7 @@ def main() -> None:
                 for name, remedy in remedies.items():
                     began = time.monotonic()
                     records[name].append(run(folder, run_file(folder, seed, options.steps, remedy)))
+                    gc.collect()  # a run's models stand in cycles, and the next one needs the memory
                     print(f"{time.monotonic() - began:6.1f} s  {model}: {name}, seed {seed}", flush=True)
         found = {name: figures(each) for name, each in records.items()}
         lines += [f"## {model}", "", *table(found), ""]
