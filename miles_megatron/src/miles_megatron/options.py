@@ -35,6 +35,8 @@ class MegatronOptions(BaseModel):
     """Recompute decoder layers in the backward pass: about a third more time, far less activation memory."""
     recompute_layers: PositiveInt = 1
     """Layers recomputed from one kept activation; read when recompute is full."""
+    architecture: str | None = None
+    """Table of an architecture that comes without one, as ``module:attribute`` (an `Architecture` of tables)."""
     param_dtype: Literal["checkpoint", "float32", "bfloat16"] = "checkpoint"
     """Dtype of forward and backward; checkpoint is the model folder's own, in which engines sample too. Master
     weights, summed gradients and optimizer state are float32."""
