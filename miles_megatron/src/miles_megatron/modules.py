@@ -146,7 +146,7 @@ def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """f[T, a] in groups that end at i32[E], f[E, a, b]  ->  f[T, b]: each group times its matrix."""
     if rows.is_cuda and rows.dtype != torch.bfloat16:  # torch groups only bfloat16 there
         sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
-        return torch.cat([part @ matrix for part, matrix in zip(rows.split(sizes), matrices, strict=True)])
+        return torch.cat([part @ matrix for part, matrix in zip(torch.split(rows, sizes), matrices, strict=True)])
     product: Tensor = F.grouped_mm(rows, matrices, offs=ends)
     return product
 
