@@ -17,9 +17,11 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from miles_core import __version__
 from miles_core.errors import MilesError
 from miles_core.session.serving import control
 from miles_core.session.serving.http import Json
+from miles_core.session.serving.openapi import document
 from miles_core.session.serving.problems import Refused, openai_error
 from miles_core.session.serving.protocol import WireProtocol
 from miles_core.session.serving.running import ClientGone
@@ -44,11 +46,16 @@ def make_app(store: SessionStore) -> Starlette:
         routes += [Route(prefix + wire.path, handler, methods=["POST"]) for prefix in PREFIXES]
     counter = _count_handler(store, turns)
     routes += [Route(prefix + MESSAGES.path + "/count_tokens", counter, methods=["POST"]) for prefix in PREFIXES]
+    routes.append(Route("/openapi.json", _openapi, methods=["GET"]))
     return Starlette(
         routes=[Route(each.path, _guarded(store, each.endpoint), methods=each.methods) for each in routes],
         lifespan=lambda app: _life(store),
         exception_handlers={HTTPException: _http_error},
     )
+
+
+async def _openapi(request: Request) -> Response:
+    return Json(document(__version__))
 
 
 def session_key(request: Request) -> str:
