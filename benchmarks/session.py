@@ -5,8 +5,8 @@
 The engine answers at once, so that everything measured is ours. Times are CPU times of this process, which other work
 on the machine hardly touches; over HTTP they hold client and kernel too. Ratios are those of one run. Printed:
 
-* overhead of a turn at the start (turns 2 to 10) and at the end, in process and over HTTP on loopback (a bare socket client that prepares
-  its body beforehand), and their ratio;
+* overhead of a turn at the start (turns 2 to 10) and at the end, in process and over HTTP on loopback (a bare socket
+  client that prepares its body beforehand), and their ratio;
 * the same for a session that renders and tokenizes its whole history every turn, as a server without stored ids must;
 * requests a CPU second over HTTP, many sessions at once;
 * memory of a session of 32K tokens, for a thousand of them.
@@ -235,9 +235,8 @@ def main() -> None:
         spent = best(lambda make=make: [asyncio.run(make()) for _ in range(repeats)])  # type: ignore[misc]
         early, late = at(spent, 5), at(spent, turns - 6)
         found[name] = late
-        print(
-            f"{name:<28} turns 2-10 {early:8.0f}   turns {turns - 9}-{turns - 1} {late:8.0f}   ratio {late / early:5.2f}"
-        )
+        last = f"turns {turns - 9}-{turns - 1}"
+        print(f"{name:<28} turns 2-10 {early:8.0f}   {last} {late:8.0f}   ratio {late / early:5.2f}")
     ratio = found["tokenizing all, in process"] / found["linear, in process"]
     print(f"tokenizing all / linear at turn {turns}: {ratio:.1f}")
     rate = asyncio.run(throughput(tokenizer, arguments.sessions, 20))

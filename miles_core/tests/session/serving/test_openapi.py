@@ -81,7 +81,7 @@ def test_no_request_breaks_the_server(mode: GenerationMode, examples: int, app: 
             attack()
         except Unsatisfiable:
             assert mode is GenerationMode.NEGATIVE, f"{operation.label}: no request can be made from its schema"
-    assert sum(answered.values()) >= 10 * examples
+    assert sum(answered.values()) >= 5 * examples
     assert max(answered) < 500
     assert {200, 400} <= answered.keys() if mode is GenerationMode.POSITIVE else 400 in answered
 
