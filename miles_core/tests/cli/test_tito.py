@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -48,3 +51,63 @@ def test_an_unknown_family_is_named_with_those_there_are(folder: Path) -> None:
     done = CliRunner().invoke(main, ["tito", "check", "--family", "nope", "--tokenizer", str(folder)])
     assert done.exit_code == 2
     assert "no usable token family is called 'nope'" in done.output
+
+
+THINKS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
+    "{% if m.role == 'assistant' and m.reasoning_content and loop.last %}"
+    "{{ '<think>\\n' + m.reasoning_content + '\\n</think>\\n\\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+
+
+def new(folder: Path, template: str, target: Path) -> tuple[int, str]:
+    (folder / "chat_template.jinja").write_text(template)
+    command = ["tito", "new", "mine", "--tokenizer", str(folder), "--output", str(target)]
+    done = CliRunner().invoke(main, command)
+    return done.exit_code, done.output
+
+
+def test_a_family_is_written_whose_tests_pass(folder: Path, tmp_path: Path) -> None:
+    target = tmp_path / "miles-tito-mine"
+    code, text = new(folder, THINKS, target)
+    assert code == 0, text
+    assert "the template drops reasoning once a user speaks again; the family keeps it" in text
+    written = (target / "src" / "miles_tito_mine" / "family.py").read_text()
+    assert "end = '<|im_end|>'" in written
+    assert "seam = '\\n'" in written
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(target / "tests")],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=target,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(target / "src"), *sys.path])},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " failed" not in done.stdout
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (THINKS.replace("m.content", "m.content[:3]"), "a message is not shown exactly once"),
+        (THINKS.replace("'<|im_start|>assistant", "'<|im_start|>model"), "not how an assistant's turn begins"),
+        ("{{ messages | length }}" + THINKS, "the first user's turn, when a conversation goes on, changes"),
+        (
+            THINKS.replace("{{ m.c", "{{ ('say: ' if m.role == 'assistant' else '') + m.c"),
+            "round trip: one turn: sampled",
+        ),
+    ],
+)
+def test_a_template_that_cannot_be_derived_says_what_it_lacks(
+    template: str, words: str, folder: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "miles-tito-mine"
+    code, text = new(folder, template, target)
+    assert code == 1, text
+    assert words in text
+    assert "found:" in text
+    assert not target.exists()

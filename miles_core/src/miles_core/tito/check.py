@@ -84,7 +84,7 @@ def reads_what_it_writes(family: TitoFamily, scenario: Scenario) -> None:
     for message, ids in _replies(family, scenario):
         found = family.parse(ids, scenario.tools)
         if _meaning(found) != _meaning(message):
-            raise Broken(f"sampled {family.tokenizer.decode(ids)!r}: expected {message}, found {found}")
+            raise Broken(f"sampled {family.tokenizer.decode(ids)!r}: {_parted(message, found)}")
 
 
 def streams_what_it_reads(family: TitoFamily, scenario: Scenario) -> None:
@@ -97,7 +97,7 @@ def streams_what_it_reads(family: TitoFamily, scenario: Scenario) -> None:
             deltas = [delta for at in range(0, len(ids), size) for delta in parser.feed(ids[at : at + size])]
             found = joined([*deltas, *parser.finish()])
             if found != expected:
-                raise Broken(f"pieces of {size}: expected {expected}, found {found}")
+                raise Broken(f"pieces of {size}: {_parted(expected, found)}")
 
 
 def stops_once(family: TitoFamily, scenario: Scenario) -> None:
@@ -197,6 +197,11 @@ def view(family: TitoFamily, row: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     """What a row spells and its control tokens: text may be cut into tokens in several ways, control tokens not."""
     special = family.tokenizer.special_ids
     return family.tokenizer.decode(row), tuple(index for index in row if index in special)
+
+
+def _parted(expected: Message, found: Message) -> str:
+    pairs = [(name, getattr(expected, name), getattr(found, name)) for name in ("content", "reasoning", "tool_calls")]
+    return "; ".join(f"expected {name} {one!r}, found {other!r}" for name, one, other in pairs if one != other)
 
 
 def _meaning(message: Message) -> tuple[object, ...]:
