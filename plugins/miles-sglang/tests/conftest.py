@@ -72,8 +72,12 @@ def start_server(cpu_options: dict[str, object], tmp_path_factory: pytest.TempPa
     """Start a server by hand, as someone who will attach to it would; all end with the session."""
     started: list[Live] = []
 
-    def start(model: Path, *, context_length: int, routes: bool = False, **options: object) -> Live:
+    def start(
+        model: Path, *, context_length: int, routes: bool = False, step_s: float = 0.0, **options: object
+    ) -> Live:
         settings = ServerOptions.model_validate({**cpu_options, **options})
+        if step_s:
+            settings = settings.model_copy(update={"env": {**settings.env, "SGLANG_CPU_STEP_S": str(step_s)}})
         context = EngineContext(model_path=str(model), context_length=None, device="cpu", seed=0, routes=routes)
         port = free_port()
         argv = command(settings, context, context_length=context_length, port=port, version=-1, stream_interval=1)

@@ -4,6 +4,9 @@ from miles_core.plugin import Capability, conflicts, hookimpl
 
 MILES_API = 1
 
+VERIFICATIONS = ("check_weight_update_equal=true", "weights.verify in (always, sampled)")
+"""What asks an engine for digests of the weights it serves."""
+
 
 @hookimpl
 def miles_engines() -> list[Capability]:
@@ -14,14 +17,15 @@ def miles_engines() -> list[Capability]:
             load="miles_sglang.engine:SglangEngine",
             options="miles_sglang.options:SglangOptions",
             provides=frozenset({"version-spans", "verifies-weights", "streams", "records-routes", "pauses-in-place"}),
-            rules=(
+            rules=tuple(
                 conflicts(
-                    "check_weight_update_equal=true",
+                    verification,
                     "engine.tensor_parallel in (2, 3, 4, 6, 8, 16, 32, 64)",
-                    id="sglang-digests-one-rank",
-                    because="the served weights are compared tensor by tensor, and a rank of several holds only slices",
-                    instead="check_weight_update_equal: false, or engine.tensor_parallel: 1",
-                ),
+                    id=f"sglang-digests-one-rank-{number}",
+                    because="served weights are compared tensor by tensor, and a rank of several holds only slices",
+                    instead="weights.verify: off and check_weight_update_equal: false, or engine.tensor_parallel: 1",
+                )
+                for number, verification in enumerate(VERIFICATIONS, 1)
             ),
         )
     ]
