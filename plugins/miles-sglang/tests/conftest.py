@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from miles_core.kinds.engine import EngineContext
+from miles_core.testing.engine_oracle import CONTEXT, make_models
 from miles_sglang.client import Client
 from miles_sglang.launch import command, environment
 from miles_sglang.options import ServerOptions
@@ -90,6 +91,14 @@ def start_server(cpu_options: dict[str, object], tmp_path_factory: pytest.TempPa
     yield start
     for live in started:
         live.process.kill()
+
+
+@pytest.fixture(scope="session")
+def seeded(start_server: StartServer, tmp_path_factory: pytest.TempPathFactory) -> Live:
+    """A server in deterministic mode that serves the engine kit's first model."""
+    models = make_models(tmp_path_factory.getbasetemp())
+    # Ten milliseconds a step: else the longest requests of the kit are over before a busy machine can pause them.
+    return start_server(models.served, context_length=CONTEXT, deterministic=True, step_s=0.01)
 
 
 async def _ready(live: Live) -> None:

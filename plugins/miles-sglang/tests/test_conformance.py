@@ -8,18 +8,10 @@ import pytest
 
 from miles_core.kinds.engine import Engine, EngineContext
 from miles_core.testing.engine import EngineConformance
-from miles_core.testing.engine_oracle import CONTEXT, make_models
 from miles_sglang.engine import SglangEngine
 from miles_sglang.options import SglangOptions
 
 pytestmark = pytest.mark.sglang
-
-
-@pytest.fixture(scope="session")
-def seeded(start_server: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    models = make_models(tmp_path_factory.getbasetemp())
-    # Ten milliseconds a step: else the longest requests of the kit are over before a busy machine can pause them.
-    return start_server(models.served, context_length=CONTEXT, deterministic=True, step_s=0.01)
 
 
 class TestAttached(EngineConformance):
