@@ -16,8 +16,11 @@ import contextlib
 import fcntl
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 from miles_core.errors import TransportError
 from miles_core.watch import waiting
@@ -31,9 +34,12 @@ from miles_transports.delta.store import POLL_S, Store, eventually, version_name
 KEPT = 2
 """Complete versions kept on a host: the one served, and the one before, which may still be mapped."""
 
+WORKERS = 32
+"""Threads that unpack and check, at most."""
 DIGITS = 12
 """Of an index's digest in a folder's name."""
 
+T = TypeVar("T")
 Check = Callable[[], None]
 
 
@@ -256,11 +262,33 @@ class Changes:
 def _patched(source: tensorfile.Folder, path: Path, changes: Changes) -> Iterator[bytes | memoryview]:
     header = source.headers[path]
     ordered = sorted(header.entries.items(), key=lambda item: item[1].start)
+
+    def new(item: tuple[str, tensorfile.Entry]) -> memoryview:
+        name, entry = item
+        return changes.apply(name, source.data(name), entry.element_bytes).data
+
     return tensorfile.file_chunks(
         {name: (entry.dtype, entry.shape, entry.num_bytes) for name, entry in ordered},
-        (changes.apply(name, source.data(name), entry.element_bytes).data for name, entry in ordered),
+        _ahead(new, ordered),
         header.metadata,
     )
+
+
+def _ahead(work: Callable[[T], memoryview], items: Sequence[T]) -> Iterator[memoryview]:
+    """The results in order, a few of them made in advance: one for each thread, so that memory stays bounded."""
+    threads = min(WORKERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(threads, thread_name_prefix="miles-delta") as pool:
+        waiting_for: deque[Future[memoryview]] = deque()
+        try:
+            for item in items:
+                waiting_for.append(pool.submit(work, item))
+                if len(waiting_for) > threads:
+                    yield waiting_for.popleft().result()
+            while waiting_for:
+                yield waiting_for.popleft().result()
+        finally:
+            for future in waiting_for:
+                future.cancel()
 
 
 def published(store: Store, lineage: str) -> list[VersionIndex]:

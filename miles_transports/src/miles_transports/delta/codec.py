@@ -29,6 +29,7 @@ ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite", "full")
 CHECKSUMS: tuple[Checksum, ...] = ("xxh3-128", "blake3", "adler32")
 LEVEL = 1
 """Deltas are mostly zeros or sorted positions; higher levels cost time and gain a few per cent."""
+PIECE_BYTES = 2**19
 _MAX_ELEMENTS = 2**32
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -59,12 +60,12 @@ def encode(old: Bytes, new: Bytes, encoding: Encoding, element_bytes: int) -> De
         raise TransportError("a tensor changed its size", expected=f"{old.size} bytes", found=f"{new.size} bytes")
     if encoding == "full":
         return Delta(compress(new.data), new.size)
+    if encoding == "xor":
+        return _encode_xor(old, new)
     difference = xor(old, new)
     changed = int(np.count_nonzero(difference))
     if changed == 0:
         return None
-    if encoding == "xor":
-        return Delta(compress(difference.data), changed)
     width = _WIDTHS[element_bytes]
     if new.size // element_bytes >= _MAX_ELEMENTS:
         raise TransportError(
@@ -78,6 +79,20 @@ def encode(old: Bytes, new: Bytes, encoding: Encoding, element_bytes: int) -> De
     return Delta(compress(raw), changed)
 
 
+def _encode_xor(old: Bytes, new: Bytes) -> Delta | None:
+    """Piece by piece: a piece of the difference is compressed while it lies in the cache."""
+    scratch = np.empty(min(PIECE_BYTES, new.size), dtype=np.uint8)
+    frame = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compressobj(size=new.size)
+    parts, changed = [], 0
+    for start in range(0, new.size, PIECE_BYTES):
+        stop = min(start + PIECE_BYTES, new.size)
+        piece = scratch[: stop - start]
+        np.bitwise_xor(old[start:stop], new[start:stop], out=piece)
+        changed += int(np.count_nonzero(piece))
+        parts.append(frame.compress(piece.data))
+    return Delta(b"".join([*parts, frame.flush()]), changed) if changed else None
+
+
 def apply(old: Bytes, payload: bytes, encoding: Encoding, element_bytes: int) -> Bytes:
     """The new bytes. Check them with `checksum`: a payload fits any base of its size.
 
@@ -87,11 +102,26 @@ def apply(old: Bytes, payload: bytes, encoding: Encoding, element_bytes: int) ->
     if encoding == "overwrite":
         raw = decompress(payload, 4 + old.size // element_bytes * (4 + element_bytes))
         return _overwritten(old, raw, element_bytes)
-    raw = decompress(payload, old.size)
-    if len(raw) != old.size:
-        raise _damaged(f"{len(raw)} bytes for a tensor of {old.size}")
-    found = np.frombuffer(raw, dtype=np.uint8)
-    return found if encoding == "full" else xor(old, found)
+    found = _unpacked(payload, old.size)
+    return found if encoding == "full" else np.bitwise_xor(old, found, out=found)
+
+
+def _unpacked(payload: bytes, size: int) -> Bytes:
+    """u8[size], writable: the xor goes into it instead of into new memory."""
+    try:
+        stated = zstandard.frame_content_size(payload)
+        if stated != size:
+            raise _damaged(f"{stated} bytes for a tensor of {size}")
+        out = np.empty(size, dtype=np.uint8)
+        with zstandard.ZstdDecompressor().stream_reader(payload) as reader:
+            filled = 0
+            while filled < size and (count := reader.readinto(out[filled:].data)):
+                filled += count
+        if filled != size:
+            raise _damaged(f"{filled} bytes for a tensor of {size}")
+    except zstandard.ZstdError as error:
+        raise _damaged(str(error)) from error
+    return out
 
 
 def _overwritten(old: Bytes, raw: bytes, element_bytes: int) -> Bytes:

@@ -51,6 +51,7 @@ class DeltaSource:
         self._rank, self._world_size = rank, world_size
         self._encoding, self._checksum = encoding, kind
         self._bytes: dict[str, Bytes] = {}
+        self._free: dict[int, list[Bytes]] = {}
         self._published = index.BASE
         self._pending: int | None = None
         self._changes: dict[str, Change] = {}
@@ -92,7 +93,8 @@ class DeltaSource:
             self._seen.add(named.name)
         if bucket.index % self._world_size == self._rank:
             for named in bucket.tensors:
-                new = raw_bytes(named.tensor)  # a copy: the caller's tensors may change once this returns
+                # A copy: the caller's tensors may change once this returns.
+                new = raw_bytes(named.tensor, self._memory(named.tensor.nbytes))
                 self._owned.append(named.name)
                 self._jobs[named.name] = self._pool.submit(self._compare, named.name, new)
 
@@ -120,13 +122,23 @@ class DeltaSource:
         )
 
     def _compare(self, name: str, new: Bytes) -> Change | None:
-        old = self._bytes.get(name)
-        old = self._base.data(name) if old is None else old
+        mine = self._bytes.get(name)
+        old = self._base.data(name) if mine is None else mine
         delta = encode(old, new, self._encoding, self._base.entry(name).element_bytes)
         if delta is None:
+            self._free.setdefault(new.size, []).append(new)
             return None
         self._bytes[name] = new
-        return Change(delta, checksum(new, self._checksum), None if self._encoding == "xor" else old)
+        if self._encoding != "xor":
+            return Change(delta, checksum(new, self._checksum), old)
+        if mine is not None:
+            self._free.setdefault(mine.size, []).append(mine)
+        return Change(delta, checksum(new, self._checksum), None)
+
+    def _memory(self, size: int) -> Bytes | None:
+        """Memory that a tensor of this size has left behind; fresh pages cost as much as comparing does."""
+        free = self._free.get(size)
+        return free.pop() if free else None
 
     def _settle(self, *, failing: bool = True) -> None:
         """Wait for comparisons in progress; then raise the first failure, unless told not to."""
@@ -197,9 +209,9 @@ class DeltaSource:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-def raw_bytes(tensor: torch.Tensor) -> Bytes:
-    """u8[n]: the row-major bytes of a tensor, as safetensors stores them; always a copy."""
+def raw_bytes(tensor: torch.Tensor, out: Bytes | None = None) -> Bytes:
+    """u8[n]: the row-major bytes of a tensor, as safetensors stores them; always a copy, into `out` where given."""
     values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    copy = torch.empty(values.shape, dtype=torch.uint8)
-    copy.copy_(values)
-    return np.asarray(copy.numpy())
+    copy = np.empty(values.numel(), dtype=np.uint8) if out is None else out
+    torch.from_numpy(copy).copy_(values)
+    return copy
