@@ -20,8 +20,10 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from miles_core.errors import TransportError
 
 CONNECT_TIMEOUT_S = 30.0
+GLANCE_S = 0.05
+"""How long to wait for a key before looking whether the attempt is over."""
 POLL_S = (0.0002, 0.02)
-"""First and longest pause between two looks at the store; each look is one round trip."""
+"""First and longest pause between two looks at a collective under way."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +103,7 @@ class Meeting:
             TransportError: the attempt is over, or the time-out passed; the message then lists the absent keys' owners.
         """
         deadline = time.monotonic() + self._timeout_s
-        pause, longest = POLL_S
-        while not self.store.check(list(keys)):
+        while not self._arrived(keys):
             self.raise_if_over(attempt)
             if time.monotonic() > deadline:
                 absent = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
@@ -111,8 +112,14 @@ class Meeting:
                     found=f"nothing from {', '.join(absent)}",
                     do="look at that process's log, or raise transport.timeout_s",
                 )
-            time.sleep(pause)
-            pause = min(pause * 1.5, longest)
+
+    def _arrived(self, keys: Sequence[str]) -> bool:
+        """Whether all keys exist, now or within a moment: the store wakes us, so that a hand-over costs one trip."""
+        try:
+            self.store.wait(list(keys), timedelta(seconds=GLANCE_S))
+        except dist.DistStoreError:
+            return False
+        return True
 
     def tell(self, key: str, value: object) -> None:
         self.store.set(key, json.dumps(value))
