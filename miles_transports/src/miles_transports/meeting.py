@@ -20,8 +20,9 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from miles_core.errors import TransportError
 
 CONNECT_TIMEOUT_S = 30.0
-GLANCE_S = 0.05
-"""How long to wait for a key before looking whether the attempt is over."""
+GLANCE_S = (0.00005, 1.2, 0.02)
+"""First pause between two looks at the store, its growth, and the longest: no wait is overslept by more than a fifth.
+The store's own wait would be better, but prints two lines for each time that it gives up."""
 POLL_S = (0.0002, 0.02)
 """First and longest pause between two looks at a collective under way."""
 
@@ -103,7 +104,8 @@ class Meeting:
             TransportError: the attempt is over, or the time-out passed; the message then lists the absent keys' owners.
         """
         deadline = time.monotonic() + self._timeout_s
-        while not self._arrived(keys):
+        pause, growth, longest = GLANCE_S
+        while not self.store.check(list(keys)):
             self.raise_if_over(attempt)
             if time.monotonic() > deadline:
                 absent = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
@@ -112,14 +114,8 @@ class Meeting:
                     found=f"nothing from {', '.join(absent)}",
                     do="look at that process's log, or raise transport.timeout_s",
                 )
-
-    def _arrived(self, keys: Sequence[str]) -> bool:
-        """Whether all keys exist, now or within a moment: the store wakes us, so that a hand-over costs one trip."""
-        try:
-            self.store.wait(list(keys), timedelta(seconds=GLANCE_S))
-        except dist.DistStoreError:
-            return False
-        return True
+            time.sleep(pause)
+            pause = min(pause * growth, longest)
 
     def tell(self, key: str, value: object) -> None:
         self.store.set(key, json.dumps(value))
