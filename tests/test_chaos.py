@@ -81,7 +81,7 @@ def run_under_fire(
     with log.open("w") as output, subprocess.Popen(command, stdout=output, stderr=output, env=environment()) as run:
 
         def wait_for(sign: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 240
+            deadline = time.monotonic() + 900  # starting takes minutes on a machine that does much else
             while run.poll() is None and not sign() and time.monotonic() < deadline:
                 time.sleep(0.05)
 
