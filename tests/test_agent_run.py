@@ -41,7 +41,7 @@ seed: 7
 model: {folder}/model
 data: {folder}/train.jsonl
 environment: {{use: agent, command: {command}}}
-session: {{history: {history}}}
+session: {{history: {history}, matcher: role-content-only}}
 rollout: {{sampling: {{max_tokens: 6}}}}
 schedule: {{steps: 2, groups_per_step: 2, group_size: 3}}
 checkpoint: {{export_hf: false}}
@@ -57,6 +57,7 @@ def test_a_black_box_agent_is_trained(history: str, forks: int, workspace: Works
     command = f"{sys.executable} {agent} {forks}"
     workspace.run_file.write_text(RUN_FILE.format(folder=workspace.folder, command=command, history=history))
     done = workspace.train("--fresh")
+    assert "role-content-only takes turns" in done.stdout + done.stderr
     lines = workspace.lines()
     assert [line["step"] for line in lines] == [1, 2], done.stdout
     for line in lines:

@@ -32,6 +32,7 @@ from miles_core.rollout.scheduler import GroupFilter
 from miles_core.session.assembly import assemble_attempt
 from miles_core.session.factory import SessionFactory, choose_family
 from miles_core.session.leaves import PICKERS
+from miles_core.session.matching import warning_of
 from miles_core.session.pool import EnginePool
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking.run_dir import RunDir
@@ -166,10 +167,13 @@ def _episodes(
     recorder: Recorder,
 ) -> Episodes:
     spec = resolved.spec
+    matcher = load_target(resolved.one["matcher"].capability.load)
+    if warning := warning_of(matcher):
+        recorder.alarm(0, warning)
     sessions = SessionFactory(
         pool,
         family,
-        load_target(resolved.one["matcher"].capability.load),
+        matcher,
         context_length=context_length(spec.model.context_length, model.context_length),
         routes=spec.rollout.routes != "off",
         history=spec.session.history,

@@ -250,8 +250,8 @@ class _Watched:
         return completion
 
     def ran_out(self, timeout_s: float) -> None:
-        if getattr(self.session, "reserved", 0):
-            self._late = Boundary.ENGINE  # a served turn was under way
+        if getattr(self.session, "reserved", 0) or getattr(self.session, "abandoned", False):
+            self._late = Boundary.ENGINE  # a served turn was under way, or has just been given up for the deadline
         message = f"the episode passed its deadline of {timeout_s:g} s, waiting for the {self._late}"
         self.timeout = Failure(boundary=self._late, message=message, timed_out=True)
 

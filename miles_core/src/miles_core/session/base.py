@@ -86,6 +86,8 @@ class Session(ABC):
         """Turns under way."""
         self.reserved = 0
         """Turns that somebody has set about and that may not have begun."""
+        self.abandoned = False
+        """The latest served turn was given up by whoever waited for it."""
         self.on_commit: Callable[[Prepared, Output], None] | None = None
         """Called with every turn before it becomes history; if it raises, the turn does not."""
         self.failure: Failure | None = None

@@ -90,8 +90,8 @@ def diagnose(
             canonical = family.render(messages[:-1], tools)
         mask = [*sampled[: len(ours)].tolist(), *[False] * (len(ours) - len(sampled))]
         found = compare(family.tokenizer, ours, mask, canonical)
-    except MilesError as error:
-        return {"error": error.message}
+    except Exception as error:  # noqa: BLE001 - a family is foreign code, and a diagnosis must not cost the trajectory
+        return {"error": error.message if isinstance(error, MilesError) else f"{type(error).__name__}: {error}"}
     return {
         "kinds": dict(Counter(each.kind for each in found)),
         "first": [

@@ -30,6 +30,7 @@ class TurnTask:
     def _ended(self, task: asyncio.Task[Completion]) -> None:
         # Here and not in the coroutine: a task cancelled before its first step never runs a line of it.
         self._session.reserved -= 1
+        self._session.abandoned = task.cancelled()
         self._queue.put_nowait(None)
 
     async def result(self) -> Completion:
