@@ -1,0 +1,157 @@
+"""Lost engines: found, replaced while the trainer rests, and served from only once they hold the published version."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from miles_core.driver import recovery
+from miles_core.errors import EngineError, RunError, TrainerLost, TransportError
+from miles_core.kinds.engine import EngineContext
+from miles_core.kinds.transport import Staged
+from miles_core.session.pool import EnginePool
+from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
+from miles_core.types import NamedTensor
+from miles_core.weights.digests import manifest
+from miles_core.weights.fleet import Fleet
+from miles_core.weights.lifecycle import UpdateSettings
+
+
+class Memory:
+    """Puts versions straight into whatever engines it was opened with."""
+
+    error: Exception | None = None
+
+    async def open(self, source: object, engines: Sequence[RecordingEngine]) -> None:
+        self.engines = list(engines)
+
+    async def publish(self, version: int) -> Staged:
+        if self.error is not None:
+            raise TransportError("not staged") from self.error
+        tensors = [NamedTensor(name=name, tensor=tensor) for name, tensor in example_weights(version).items()]
+        for engine in self.engines:
+            engine.stage_directly(version, example_weights(version))
+        sent = manifest(version, tensors)
+        return Staged(sent=sent, received=(sent,) * len(self.engines))
+
+    async def close(self) -> None: ...
+
+
+class Hanging(RecordingEngine):
+    hangs = False
+
+    async def version(self) -> int:
+        if self.hangs:
+            await asyncio.sleep(3600)
+        return await super().version()
+
+
+class Place:
+    """The parts of a run that recovery touches, with recording engines."""
+
+    def __init__(self, *, broken_restarts: int = 0) -> None:
+        self.engines: list[Any] = []
+        self.transport = Memory()
+        self.broken_restarts = broken_restarts
+        self.said: list[str] = []
+        self.version, self.published_step, self.trained_step, self.publishing = -1, -1, 0, False
+        self.executor = SimpleNamespace(restart_engine=self._restart, describe=self._describe)
+        self.recorder = SimpleNamespace(
+            alarm=lambda step, text: self.said.append(text), event=lambda kind, **facts: self.said.append(kind)
+        )
+        self.spec = SimpleNamespace(
+            schedule=SimpleNamespace(on_weight_update="retract"),
+            rollout=SimpleNamespace(health_interval_s=0.01, health_timeout_s=0.2),
+        )
+
+    async def start(self, count: int = 2) -> Any:
+        self.engines = [await self._make(index) for index in range(count)]
+        await self.transport.open(None, self.engines)
+        self.pool = EnginePool(self.engines)
+        self.fleet = Fleet(self.transport, None, self.engines, UpdateSettings())  # type: ignore[arg-type]
+        await recovery.update(self, 0)  # type: ignore[arg-type]
+        return self
+
+    async def _make(self, index: int) -> Hanging:
+        context = EngineContext(model_path="", context_length=None, device="cpu", seed=0, index=index)
+        engine = Hanging(RecordingOptions(), context)
+        await engine.start()
+        return engine
+
+    async def _restart(self, index: int) -> Hanging:
+        if self.broken_restarts:
+            self.broken_restarts -= 1
+            raise EngineError("no room")
+        return await self._make(index)
+
+    async def _describe(self) -> dict[str, str]:
+        return {}
+
+
+async def test_a_lost_engine_is_replaced_with_the_published_version_while_work_waits() -> None:
+    run = await Place().start()
+    old = run.engines[1]
+    run.pool.lose(1, "its process ended")
+
+    async def work() -> str:
+        while run.pool.lost():  # noqa: ASYNC110 - looks from outside
+            await asyncio.sleep(0.001)
+        return "done"
+
+    assert await asyncio.wait_for(recovery.attend(run, work()), 5) == "done"
+    assert run.engines[1] is not old
+    assert old not in run.fleet.members
+    assert [await engine.version() for engine in run.engines] == [0, 0]
+    assert run.said[0] == "engine 1 is lost and will be replaced: its process ended"
+    assert run.said[-1] == "engine_replaced"
+
+
+async def test_where_the_trainer_has_moved_on_the_newcomer_brings_the_next_version() -> None:
+    run = await Place().start()
+    run.trained_step = 1
+    run.pool.lose(0, "gone")
+    await recovery.recover(run)
+    assert (run.version, run.published_step) == (1, 1)
+    assert [await engine.version() for engine in run.engines] == [1, 1]
+
+
+async def test_engines_that_hang_or_serve_another_version_are_lost() -> None:
+    run = await Place().start(3)
+    run.engines[0].hangs = True
+    run.engines[1].stage_directly(9, example_weights(9))
+    await run.engines[1].activate(9)
+    monitor = asyncio.create_task(recovery.monitor(run))
+    await asyncio.wait_for(run.pool.loss(), 5)
+    await asyncio.sleep(0.5)
+    monitor.cancel()
+    assert set(run.pool.lost()) == {0, 1}
+    assert "did not answer within 0.2 s" in run.pool.lost()[0]
+    assert "serves version 9, published is 0" in run.pool.lost()[1]
+
+
+async def test_an_engine_that_died_does_not_keep_the_others_from_a_version() -> None:
+    run = await Place().start(3)
+    run.engines[1].hangs = True
+    run.trained_step = 1
+    await recovery.update(run, 1)
+    assert set(run.pool.lost()) == {1}
+    assert [await run.engines[index].version() for index in (0, 2)] == [1, 1]
+
+
+async def test_a_run_without_any_engine_left_says_so() -> None:
+    run = await Place(broken_restarts=9).start(1)
+    run.pool.lose(0, "gone")
+    with pytest.raises(RunError, match="every engine is lost"):
+        await recovery.recover(run)
+
+
+async def test_the_loss_of_the_trainer_is_not_blamed_on_engines() -> None:
+    run = await Place().start()
+    run.transport.error = TrainerLost("trainer rank 0 died")
+    with pytest.raises(TrainerLost):
+        await recovery.update(run, 1)
+    assert run.pool.lost() == {}
