@@ -76,6 +76,7 @@ def test_spans_tell_which_version_made_the_last_tokens() -> None:
     assert list(stretches(meta, 2, 7, 3, "here")) == [(2, 3), (5, 5)]
     assert list(stretches(meta, 0, 3, 3, "here")) == [(3, 3)], "tokens beyond a stop are in the spans"
     assert list(stretches({}, 2, 7, 8, "here")) == [(7, 8)]
+    assert list(stretches(meta, 0, 12, 3, "here", cut_off=True)) == [(4, 3), (5, 5)], "what no span covers is dropped"
     with pytest.raises(EngineError, match="do not cover"):
         list(stretches(meta, 0, 12, 3, "here"))
     with pytest.raises(EngineError, match="did not publish"):
@@ -105,11 +106,15 @@ def test_routes_of_a_later_attempt_do_not_replace_recorded_ones(moe: Checkpoint)
     taken = row(1, 2, 3)
     taken.ids = [4]
     first = np.arange(3 * 3 * 2, dtype=np.int32).reshape(3, 3, 2) % 4
-    encode = lambda array: {"routed_experts": base64.b64encode(array.tobytes()).decode()}  # noqa: E731
-    taken.routes = routes_of(taken, encode(first), moe, 3)
+
+    def reply(array: np.ndarray[Any, Any], sampled: int) -> dict[str, Any]:
+        encoded = base64.b64encode(array.tobytes()).decode()
+        return {"routed_experts": encoded, "prompt_tokens": 3, "completion_tokens": sampled}
+
+    taken.routes = routes_of(taken, reply(first, 1), moe)
     taken.ids = [4, 5]
     second = np.full((5, 3, 2), 3, dtype=np.int32)  # one token more than is kept
-    found = routes_of(taken, encode(second), moe, 5)
+    found = routes_of(taken, reply(second, 3), moe)
     assert found is not None
     assert found.shape == (4, 3, 2)
     np.testing.assert_array_equal(found[:3], first)

@@ -74,11 +74,13 @@ class Attempt:
     def _finish(self, piece: Piece, version: int) -> list[Chunk]:
         row = self._row
         reason = FinishReason.STOP if self._stopped else finish_of(piece, self._where)
-        spans = stretches(piece.meta, len(row.ids) - self._prior, len(self._held.ids), version, self._where)
+        cut_off = reason is FinishReason.ABORT
+        already = len(row.ids) - self._prior
+        spans = stretches(piece.meta, already, len(self._held.ids), version, self._where, cut_off=cut_off)
         chunks = self._release(list(spans))
-        on_wire = int(piece.meta["prompt_tokens"]) + int(piece.meta["completion_tokens"]) - 1
-        row.routes = routes_of(row, piece.meta, self._checkpoint, on_wire)
-        if reason is FinishReason.ABORT and row.ending == "retract":
+        row.routes = routes_of(row, piece.meta, self._checkpoint)
+        if cut_off and row.ending != "abort":
+            # Taken back, or ended by somebody else who may use the server: either way it goes on from what it has.
             row.ending = None
             return chunks
         at = chunks[-1].weight_version if chunks else version

@@ -134,13 +134,17 @@ def cut_at_stop(piece: Piece, stop_token_ids: Sequence[int]) -> bool:
     return True
 
 
-def stretches(meta: dict[str, Any], already: int, count: int, current: int, where: str) -> Iterator[tuple[int, int]]:
+def stretches(
+    meta: dict[str, Any], already: int, count: int, current: int, where: str, *, cut_off: bool = False
+) -> Iterator[tuple[int, int]]:
     """(tokens, version) in order for the last `count` tokens of an attempt.
 
     Args:
         meta: Of the attempt's last event.
         already: Tokens of the attempt before those.
         current: The version when the server gives no spans: such servers are never updated under a request.
+        cut_off: The attempt was aborted. Its spans may end early; tokens beyond them are not counted, so they are
+            sampled again or were never there.
 
     Raises:
         EngineError: the spans do not cover the tokens, or name a version that nobody published.
@@ -155,7 +159,7 @@ def stretches(meta: dict[str, Any], already: int, count: int, current: int, wher
         if stop > at and int(span["start"]) <= at:
             yield stop - at, version_of(span["version"], where)
             at = stop
-    if at < end:
+    if at < end and not cut_off:
         raise EngineError(
             "the server's version spans do not cover its tokens",
             expected=f"{end} tokens",
@@ -177,15 +181,13 @@ def version_of(text: object, where: str) -> int:
         ) from error
 
 
-def routes_of(row: Row, meta: dict[str, Any], checkpoint: Checkpoint, rows: int) -> codec.Routes | None:
-    """Routes of an attempt's prompt and output joined to those of the attempts before; None when it brought none.
-
-    Args:
-        rows: Positions the attempt covers, with what it sampled beyond a stop token.
-    """
+def routes_of(row: Row, meta: dict[str, Any], checkpoint: Checkpoint) -> codec.Routes | None:
+    """Routes of an attempt's prompt and output joined to those of the attempts before; what was known where it brought
+    none."""
     encoded = meta.get("routed_experts")
     if encoded is None:
         return row.routes
+    rows = int(meta["prompt_tokens"]) + int(meta["completion_tokens"]) - 1  # also what came after a stop token
     moe = checkpoint.moe_layers or ()
     later = codec.decode(
         encoded,
