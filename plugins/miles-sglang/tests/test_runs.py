@@ -115,7 +115,7 @@ def test_routes_are_replayed_exactly_in_a_run_that_never_stops_sampling(
     cpu_options: dict[str, object], tmp_path: Path
 ) -> None:
     model = make_tiny_model(
-        tmp_path / "model", architecture="qwen3-moe", overrides={"num_experts": 8, "norm_topk_prob": True}
+        tmp_path / "model", architecture="qwen3-moe", tie=False, overrides={"num_experts": 8, "norm_topk_prob": True}
     )
     job = Job(
         tmp_path,
