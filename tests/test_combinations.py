@@ -25,6 +25,7 @@ Combination = Mapping[str, str]
 REQUIRED_OPTIONS: dict[tuple[str, str], dict[str, Any]] = {
     ("environment", "reasoning-gym"): {"task": "basic_arithmetic"},
     ("transport", "disk-delta"): {"publish_dir": "published", "local_dir": "copies"},
+    ("environment", "agent"): {"command": "true"},
     ("reward", "http"): {"url": "http://127.0.0.1:1/score"},
 }
 WALKED = ("environment", "reward", "advantage", "correction", "transport", "executor")
@@ -80,7 +81,7 @@ def source(registry: Registry, number: int, combination: Combination) -> Source:
         "session": {"matcher": rotated["matcher"], "family": rotated["tito_family"]},
         **{kind: rotated[kind] for kind in ("loss", "backend", "engine")},
     }
-    if combination["environment"] == "chat":
+    if combination["environment"] in ("chat", "agent"):
         tree["data"] = "train.jsonl"
     return Source(path=None, text="", tree=tree)
 
