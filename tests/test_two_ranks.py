@@ -30,3 +30,26 @@ def test_two_ranks_under_ray_train_like_one_rank_in_process(workspace: Workspace
         # Step 1 samples from equal weights with equal seeds: the same tokens, hence the same figures.
         assert two_ranks[1][key] == pytest.approx(one_rank[1][key], rel=1e-3, abs=1e-5), key
     assert all(line["contract/logprobs/abs_diff_max"] < 1e-3 for line in two_ranks[1:])
+
+
+@pytest.mark.slow
+def test_two_ranks_publish_their_shares_of_a_difference_and_two_engines_load_it(workspace: Workspace) -> None:
+    pytest.importorskip("ray", reason="executor ray needs ray")
+    published = workspace.folder / "published"
+    delta = {"use": "disk-delta", "publish_dir": str(published), "local_dir": str(workspace.folder / "local")}
+    workspace.train(
+        overrides={
+            "schedule.steps": 1,
+            "executor": "ray",
+            "transport": delta,
+            "placement.mode": "separate",
+            "placement.trainer_ranks": 2,
+            "placement.engines": 2,
+            "check_weight_update_equal": True,
+        }
+    )
+    timings = workspace.lines("timings.jsonl")[-1]
+    assert 0 < timings["sync/density"] <= 1
+    assert timings["sync/verified_tensors"] > 0
+    listings = sorted(path.name for path in published.glob("*/weight_v000001/rank-*.json"))
+    assert listings == ["rank-00000.json", "rank-00001.json"]

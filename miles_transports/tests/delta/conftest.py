@@ -1,0 +1,123 @@
+"""Two trainer ranks, a driver and a host over one store, without transport or engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+
+from miles_core.types import NamedTensor
+from miles_core.weights.buckets import bucket_tensors
+from miles_transports.delta.checkout import Checkout
+from miles_transports.delta.codec import Encoding
+from miles_transports.delta.files import Files
+from miles_transports.delta.index import BASE, Key
+from miles_transports.delta.publication import Publication
+from miles_transports.delta.source import DeltaSource
+from miles_transports.delta.store import FolderStore, Store
+
+Weights = dict[str, torch.Tensor]
+LINEAGE = "run"
+
+
+def weights(version: int) -> Weights:
+    """Version -1 is the checkpoint; each later one changes some tensors here and there."""
+    random = torch.Generator().manual_seed(0)
+    made: Weights = {
+        "embed.weight": torch.randn(40, 8, generator=random).to(torch.bfloat16),
+        "layers.0.q_proj.weight": torch.randn(8, 8, generator=random).to(torch.bfloat16),
+        "layers.0.k_proj.weight": torch.randn(8, 8, generator=random).to(torch.bfloat16),
+        "layers.1.norm.weight": torch.ones(8),
+        "layers.1.bias": torch.zeros(3, dtype=torch.float64),
+        "frozen.weight": torch.full((4,), 2.0),
+    }
+    for step in range(version + 1):
+        for number, name in enumerate(sorted(made)):
+            if name != "frozen.weight" and (number + step) % 2:
+                made[name].view(-1)[step % made[name].numel()] += 1
+    return made
+
+
+@dataclass
+class World:
+    """Two ranks, a driver and a host, over one store."""
+
+    base: Path
+    local: Path
+    store: Store
+    encoding: Encoding = "xor"
+    snapshot_every: int = 0
+    keep: int = 1
+    sources: list[DeltaSource] = field(default_factory=list)
+    publication: Publication | None = None
+
+    def start(self, store: Store | None = None) -> None:
+        """The trainer's processes, anew: they remember nothing."""
+        store = store or self.store
+        self.close()
+        self.sources = [
+            DeltaSource(self.base, store, LINEAGE, rank=rank, world_size=2, encoding=self.encoding, kind="xxh3-128")
+            for rank in range(2)
+        ]
+        self.publication = Publication(
+            store,
+            LINEAGE,
+            encoding=self.encoding,
+            kind="xxh3-128",
+            snapshot_every=self.snapshot_every,
+            keep=self.keep,
+            visible_s=0.2,
+        )
+
+    def publish(self, version: int, tensors: Weights | None = None) -> Key:
+        assert self.publication is not None
+        base, full = self.publication.begin(version)
+        tensors = weights(version) if tensors is None else tensors
+        named = [NamedTensor(name=name, tensor=tensor) for name, tensor in tensors.items()]
+        for source in self.sources:
+            source.begin(version, base)
+            for bucket in bucket_tensors(named, version=version, bucket_bytes=200):
+                source.add(bucket)
+        for source in self.sources:
+            source.finish(full=full)
+        key = self.publication.seal(version, tensors)
+        self.publication.collect()
+        return key
+
+    def checkout(self, files: Files | None = None, local: Path | None = None) -> Checkout:
+        return Checkout(self.base, local or self.local, self.store, LINEAGE, timeout_s=0.3, files=files)
+
+    def close(self) -> None:
+        for source in self.sources:
+            source.close()
+        self.sources = []
+
+
+@pytest.fixture
+def make(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., World]:
+    def made(**kwargs: object) -> World:
+        number = len(list(tmp_path.iterdir()))
+        base = tmp_path / f"base-{number}"
+        base.mkdir()
+        tensors = weights(BASE)
+        names = sorted(tensors)
+        safetensors.torch.save_file({n: tensors[n] for n in names[:3]}, base / "model-00001-of-00002.safetensors")
+        safetensors.torch.save_file({n: tensors[n] for n in names[3:]}, base / "model-00002-of-00002.safetensors")
+        (base / "config.json").write_text("{}")
+        store = kwargs.pop("store", None) or FolderStore(tmp_path / f"published-{number}")
+        world = World(base, tmp_path / f"local-{number}", store, **kwargs)  # type: ignore[arg-type]
+        request.addfinalizer(world.close)
+        world.start()
+        return world
+
+    return made
+
+
+def holds(folder: Path, version: int) -> bool:
+    found = {name: t for file in folder.glob("*.safetensors") for name, t in safetensors.torch.load_file(file).items()}
+    expected = weights(version)
+    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

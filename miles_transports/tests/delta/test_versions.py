@@ -1,0 +1,116 @@
+"""Publish and apply, version after version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import safetensors.torch
+import torch
+
+from miles_core.errors import TransportError
+from miles_core.types import NamedTensor
+from miles_core.weights.buckets import bucket_tensors
+from miles_transports.delta.checkout import published
+from miles_transports.delta.codec import Encoding
+from miles_transports.delta.index import BASE, CHECKPOINT
+
+from .conftest import LINEAGE, Weights, World, holds, weights
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+def test_a_host_follows_version_by_version_and_its_copy_is_a_hugging_face_folder(
+    make: Callable[..., World], encoding: Encoding
+) -> None:
+    world = make(encoding=encoding)
+    for version in range(5):
+        folder = world.checkout().materialise(world.publish(version))
+        assert holds(folder, version)
+        assert (folder / "config.json").read_text() == "{}"
+    assert len(world.checkout().complete()) == 2
+    assert holds(world.base, BASE), "the checkpoint was written to"
+
+
+def test_the_first_version_of_a_fresh_run_publishes_nothing(make: Callable[..., World]) -> None:
+    world = make()
+    assert world.publish(0, weights(BASE)) == CHECKPOINT
+    assert published(world.store, LINEAGE) == []
+    assert world.checkout().materialise(CHECKPOINT) == world.base
+    assert world.publish(1)[0] == 1
+
+
+def test_an_unchanged_tensor_is_not_in_the_artifact(make: Callable[..., World]) -> None:
+    world = make()
+    world.publish(0)
+    (found,) = published(world.store, LINEAGE)
+    assert "frozen.weight" not in found.weight_map
+    assert set(found.weight_map.values()) == {"model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {**t, "extra": torch.ones(1)}, "extra is not in the checkpoint"),
+        (lambda t: {k: v for k, v in t.items() if k != "embed.weight"}, "were not exported"),
+        (lambda t: {**t, "embed.weight": t["embed.weight"].float()}, "not the checkpoint's"),
+        (lambda t: {**t, "embed.weight": t["embed.weight"].T}, "not the checkpoint's"),
+    ],
+)
+def test_an_export_that_is_not_the_checkpoints_is_refused_at_the_first_version(
+    make: Callable[..., World], change: Callable[[Weights], Weights], message: str
+) -> None:
+    with pytest.raises(TransportError, match=message):
+        make().publish(0, change(weights(BASE)))
+
+
+def test_a_host_that_missed_versions_catches_up(make: Callable[..., World]) -> None:
+    world = make()
+    world.checkout().materialise(world.publish(0))
+    keys = [world.publish(version) for version in range(1, 5)]
+    assert holds(world.checkout().materialise(keys[-1]), 4)
+
+
+def test_a_late_joiner_starts_from_a_full_snapshot_when_the_chain_is_gone(make: Callable[..., World]) -> None:
+    world = make(snapshot_every=3, keep=1)
+    keys = [world.publish(version) for version in range(8)]
+    left = [(each.version, each.full) for each in published(world.store, LINEAGE)]
+    assert left == [(5, False), (5, True), (6, False), (7, False)]
+    assert holds(world.checkout().materialise(keys[-1]), 7)
+    with pytest.raises(TransportError, match="did not become visible"):
+        world.checkout(local=world.local / "other").materialise(keys[2])
+
+
+def test_without_snapshots_nothing_is_removed_since_the_chain_hangs_on_the_checkpoint(
+    make: Callable[..., World],
+) -> None:
+    world = make(snapshot_every=0, keep=1)
+    keys = [world.publish(version) for version in range(4)]
+    assert len(published(world.store, LINEAGE)) == 4
+    assert holds(world.checkout().materialise(keys[-1]), 3)
+
+
+def test_a_version_that_failed_on_an_engine_is_published_anew(make: Callable[..., World]) -> None:
+    world = make()
+    world.publish(0)
+    first = world.publish(1)
+    world.checkout().materialise(first)
+    other = weights(1)
+    other["embed.weight"][0, 0] += 5
+    again = world.publish(1, other)
+    assert again[0] == 1
+    assert again != first
+    found = safetensors.torch.load_file(world.checkout().materialise(again) / "model-00001-of-00002.safetensors")
+    assert torch.equal(found["embed.weight"], other["embed.weight"])
+    assert holds(world.checkout().materialise(world.publish(2)), 2)
+
+
+def test_a_version_that_was_given_up_half_way_leaves_no_trace_in_the_next(make: Callable[..., World]) -> None:
+    for encoding in ("xor", "overwrite"):
+        world = make(encoding=encoding)
+        world.publish(0)
+        named = [NamedTensor(name=name, tensor=tensor + 1) for name, tensor in weights(1).items()]
+        for source in world.sources:
+            source.begin(1, 0)
+            for bucket in bucket_tensors(named, version=1, bucket_bytes=200):
+                source.add(bucket)
+        assert holds(world.checkout().materialise(world.publish(1)), 1)
