@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from miles_core.testing.executor import engine_spec, trainer_spec
+from miles_core.testing.recording import write_example_checkpoint
+from miles_core.weights.lifecycle import publish
 
 if TYPE_CHECKING:
     from .conftest import Workspace
@@ -33,23 +38,27 @@ def test_two_ranks_under_ray_train_like_one_rank_in_process(workspace: Workspace
 
 
 @pytest.mark.slow
-def test_two_ranks_publish_their_shares_of_a_difference_and_two_engines_load_it(workspace: Workspace) -> None:
+async def test_two_ranks_publish_their_shares_of_a_difference_and_two_engines_load_it(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="executor ray needs ray")
-    published = workspace.folder / "published"
-    delta = {"use": "disk-delta", "publish_dir": str(published), "local_dir": str(workspace.folder / "local")}
-    workspace.train(
-        overrides={
-            "schedule.steps": 1,
-            "executor": "ray",
-            "transport": delta,
-            "placement.mode": "separate",
-            "placement.trainer_ranks": 2,
-            "placement.engines": 2,
-            "check_weight_update_equal": True,
-        }
-    )
-    timings = workspace.lines("timings.jsonl")[-1]
-    assert 0 < timings["sync/density"] <= 1
-    assert timings["sync/verified_tensors"] > 0
-    listings = sorted(path.name for path in published.glob("*/weight_v000001/rank-*.json"))
-    assert listings == ["rank-00000.json", "rank-00001.json"]
+    from miles_ray.executor import RayExecutor
+    from miles_ray.options import RayOptions
+    from miles_transports.delta.transport import DiskDeltaTransport
+    from miles_transports.options import DiskDeltaOptions
+
+    base = str(write_example_checkpoint(tmp_path / "base"))
+    executor = RayExecutor(RayOptions())
+    try:
+        trainer = await executor.start_trainer(trainer_spec(world_size=2, model_path=base))
+        engines = await executor.start_engines(engine_spec(count=2))
+        published, local = str(tmp_path / "published"), str(tmp_path / "local")
+        transport = DiskDeltaTransport(DiskDeltaOptions(publish_dir=published, local_dir=local))
+        await transport.open(trainer, engines)
+        for version in range(2):
+            report = await publish(transport, engines, version)
+            assert [await engine.version() for engine in engines] == [version] * 2
+            assert 0 < report.figures["sync/density"] <= 1
+        await transport.close()
+    finally:
+        await executor.close()
+    shards = sorted(path.name for path in (tmp_path / "published").glob("*/weight_v000001/*.safetensors"))
+    assert shards == ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
