@@ -19,6 +19,10 @@ from miles_core.types import WeightManifest
 from miles_core.watch import progress, waiting
 
 
+GRACE_S = 5.0
+"""How long the parties of an abandoned publish may take to notice."""
+
+
 async def stage(
     source: WeightSource, engines: Sequence[Engine], version: int, *, abandon: Callable[[str], None]
 ) -> Staged:
@@ -50,7 +54,9 @@ async def stage(
         await asyncio.wait(tasks)
     except asyncio.CancelledError:
         abandon("the publish was cancelled")
-        await asyncio.wait(tasks)
+        _, stuck = await asyncio.wait(tasks, timeout=GRACE_S)
+        for task in stuck:  # a party that is stopped hears nothing; whoever gave up must not wait for it
+            task.cancel()
         raise
     if failed:
         outcomes = {name: task.exception() for name, task in zip(names, tasks, strict=True) if not task.cancelled()}
