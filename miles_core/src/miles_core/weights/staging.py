@@ -18,7 +18,6 @@ from miles_core.kinds.transport import Staged, WeightSource
 from miles_core.types import WeightManifest
 from miles_core.watch import progress, waiting
 
-
 GRACE_S = 5.0
 """How long the parties of an abandoned publish may take to notice."""
 
