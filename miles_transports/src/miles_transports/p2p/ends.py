@@ -22,6 +22,7 @@ import torch
 from miles_core.errors import TransportError
 from miles_core.types import NamedTensor, WeightBucket
 from miles_core.watch import waiting
+from miles_transports.joined import ENGINE_PATIENCE
 from miles_transports.meeting import Address, Meeting, own_address
 from miles_transports.options import P2pOptions
 from miles_transports.p2p.assignment import Target, assign
@@ -30,8 +31,6 @@ from miles_transports.p2p.wire import Peer, Segment, Wire
 from miles_transports.packing import Layout, fill, layout_of, unpack
 
 SLOTS = 2
-ENGINE_PATIENCE = 2.0
-"""Engines wait longer than sources, who know which engine is missing and must be the first to say so."""
 
 RULES: Mapping[str, Rules] = {"hugging-face": HUGGING_FACE, "fused": FUSED}
 
