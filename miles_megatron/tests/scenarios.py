@@ -212,13 +212,12 @@ FOUR = {
     "qwen3-moe tp2 ep4": partial(
         one_update, model="qwen3-moe", tensor_parallel=2, sequence_parallel=True, expert_parallel=4
     ),
-    "deepseek-v3 tp2 ep2 etp2": partial(
+    "deepseek-v3 tp2 ep2": partial(
         one_update,
         model="deepseek-v3",
         tensor_parallel=2,
         sequence_parallel=True,
         expert_parallel=2,
-        expert_tensor_parallel=2,
         distributed_optimizer=True,
     ),
     "glm4-moe cp2 ep4": partial(one_update, model="glm4-moe", context_parallel=2, expert_parallel=4, recompute="full"),

@@ -23,14 +23,32 @@ TOLERANCE = 1e-5
 """float32; of gradients relative to the largest."""
 
 
+@pytest.fixture(
+    scope="module",
+    params=[
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
+            ],
+        ),
+    ],
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """``cpu`` for two gloo ranks, ``cuda`` for two NCCL ranks."""
+    return str(request.param)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_models(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> dict[str, list[Any]]:
-    return run_ranks(folder, 2, (*scenarios.FAST, *scenarios.REPLAYED, *scenarios.OTHERS))
+def found(folder: Path, device: str) -> dict[str, list[Any]]:
+    return run_ranks(folder, 2, (*scenarios.FAST, *scenarios.REPLAYED, *scenarios.OTHERS), device=device)
 
 
 @pytest.fixture(scope="module")

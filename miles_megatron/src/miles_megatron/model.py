@@ -243,6 +243,8 @@ def build(plan: Blueprint, *, routed: bool) -> list[ScoringModel]:
         piece.padding_token = plan.shape.padding_token
         rotation = Rotation(frequencies.to(plan.device), scale, latent=plan.shape.mla)
         _fit(piece, plan, rotation, routed=routed)
+        for tensor in (*piece.parameters(), *piece.buffers()):
+            tensor.data = tensor.data.to(plan.device)  # routers are made on the CPU whatever the config says
         pieces.append(piece)
     return pieces
 

@@ -43,6 +43,7 @@ class Setup:
         self.shape = self._table.architecture.describe(Fields(self._folder.config))
         check_fits(self.shape, self.layout, options)
         self._check_routes()
+        self._check_gloo()
         self._dtype = self._param_dtype()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
@@ -59,6 +60,17 @@ class Setup:
             sequence_parallel=options.sequence_parallel,
         )
         self._offloader = Offloader()
+
+    def _check_gloo(self) -> None:
+        """Shards of an expert gather tokens whose numbers differ once experts are spread, which gloo cannot."""
+        if self._device.type == "cpu" and self.layout.expert > 1 and self.layout.expert_tensor > 1:
+            raise ConfigError(
+                "gloo cannot gather unequal parts",
+                expected="expert_parallel or expert_tensor_parallel to be 1 on CPUs",
+                found=f"{self.layout.expert} and {self.layout.expert_tensor}",
+                where="backend.expert_tensor_parallel",
+                do="take GPUs, or one of the two",
+            )
 
     def _check_routes(self) -> None:
         if self._context.routes != "off" and not self.shape.experts:

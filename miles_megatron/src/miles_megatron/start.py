@@ -1,4 +1,4 @@
-"""Import Megatron Core for the first time: without its remarks on absent libraries, and unfused where there is no CUDA.
+"""Import Megatron Core for the first time: without its remarks on absent libraries, and uncompiled.
 
 Everything else of this package may import Megatron plainly; whoever starts (the backend, a test) imports this first.
 """
@@ -26,9 +26,8 @@ with contextlib.ExitStack() as _while_importing:
     _while_importing.enter_context(warnings.catch_warnings())
     # TransformerEngine and Apex are neither needed nor offered here; Megatron says so of each file that looks for them.
     warnings.filterwarnings("ignore", message=r"(?s).*(Transformer ?Engine|Apex|apex|script_method|custom_layers).*")
-    if not torch.cuda.is_available():
-        # Megatron decorates small functions with torch.compile; for a CPU that takes longer than a test.
-        _while_importing.enter_context(mock.patch.object(torch, "compile", _as_written))
+    # Megatron compiles small functions; of those only a counter in each router runs here, not worth a compiler.
+    _while_importing.enter_context(mock.patch.object(torch, "compile", _as_written))
     from megatron.core import distributed, optimizer, parallel_state  # noqa: F401
     from megatron.core.extensions import transformer_engine
     from megatron.core.models.gpt import gpt_layer_specs  # noqa: F401

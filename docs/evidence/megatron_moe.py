@@ -1,13 +1,14 @@
 """Megatron on H200s: a mixture of experts of 3 billion parameters beside fsdp, and every layout of two GPUs.
 
-python megatron.py model FOLDER            write the random model, and prompts for the run
-python megatron.py bench FOLDER BACKEND    steps on synthetic batches: tokens per second, MFU, peak memory
-python megatron.py run FOLDER              20 RL steps with engine `local`
-python megatron.py pair FOLDER OPTION=N…   steps on two GPUs under a layout
+python megatron_moe.py model FOLDER            write the random model, and prompts for the run
+python megatron_moe.py bench FOLDER BACKEND    steps on synthetic batches: tokens per second, MFU, peak memory
+python megatron_moe.py run FOLDER              20 RL steps with engine `local`
+python megatron_moe.py pair FOLDER OPTION=N…   steps on two GPUs under a layout
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import subprocess
@@ -63,6 +64,7 @@ def write_model(folder: Path) -> None:
     (folder / "model").mkdir(parents=True)
     write_tiny_tokenizer(folder / "model")
     config = transformers.Qwen3MoeConfig(vocab_size=VOCAB, tie_word_embeddings=False, pad_token_id=2, **SHAPE)
+    torch.manual_seed(0)
     with torch.device("cuda"):
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     print(f"{sum(p.numel() for p in model.parameters()) / 1e9:.2f} billion parameters, {active() / 1e9:.2f} active")
@@ -187,6 +189,7 @@ def main() -> None:
     verb, folder, *rest = sys.argv[1:]
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     place = Path(folder)
+    faulthandler.dump_traceback_later(55)  # says where, should something hang
     if verb == "model":
         write_model(place)
     elif verb == "bench":
