@@ -14,6 +14,7 @@ from typing import Any, Literal, Protocol, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public, but torch lists no exports
 
@@ -105,11 +106,18 @@ class GroupUpdate:
 
         def join() -> Group:
             self._store = TCPStore(self._host, port, world, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
-            # A server puts the group's name before every key.
-            store = PrefixStore(self._name, self._store)
-            if self._backend == "nccl":
-                return cast(Group, dist.ProcessGroupNCCL(store, 0, world, dist.ProcessGroupNCCL.Options()))
-            return cast(Group, dist.ProcessGroupGloo(store, 0, world, TIMEOUT))
+            # The server makes its end with the same private helper, whose keys in the store no public call writes.
+            group, _ = c10d._new_process_group_helper(
+                world,
+                0,
+                [],
+                c10d.Backend(self._backend),
+                PrefixStore(self._name, self._store),
+                group_name=self._name,
+                timeout=TIMEOUT,
+            )
+            c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
+            return cast(Group, group)
 
         body = {
             "master_address": self._host,
