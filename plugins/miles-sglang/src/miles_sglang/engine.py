@@ -319,7 +319,7 @@ class SglangEngine:
                 served = await server.served_version()
                 if served != str(version):
                     raise self._error("the server serves another version", expected=str(version), found=served)
-            except Exception as error:  # noqa: BLE001 -- named boundary: whatever broke it, the weights are unknown
+            except Exception as error:
                 # What the server holds now is unknown: back to the version that was served, whole.
                 self._store.drop_staged()
                 await server.revive(generation)
