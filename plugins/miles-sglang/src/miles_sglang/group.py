@@ -113,7 +113,7 @@ class GroupUpdate:
                 [],
                 c10d.Backend(self._backend),
                 PrefixStore(self._name, self._store),
-                group_name=self._name,
+                group_name=cast(Any, self._name),
                 timeout=TIMEOUT,
             )
             c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world)}
