@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
+import inspect
 import json
 import os
 import re
@@ -92,6 +94,24 @@ class TestEveryKind:
         assert "## 0.1.0" in (root / "CHANGELOG.md").read_text()
         assert f"miles plugins show {kind} {NAME}" in (root / "README.md").read_text()
         assert (package / "py.typed").exists()
+
+    def test_it_speaks_the_protocol_of_its_kind(self, tmp_path: Path, kind: str) -> None:
+        """Every method, with every parameter that callers pass; its kit shows that they do what they should."""
+        name = "".join(part.title() for part in kind.split("_"))
+        protocol = getattr(importlib.import_module(f"miles_core.kinds.{kind}"), name)
+        (source,) = create(kind, NAME, tmp_path).glob(f"src/*/{kind}.py")
+        written: dict[str, list[ast.arguments]] = {}
+        for node in ast.walk(ast.parse(source.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                written.setdefault(node.name, []).append(node.args)
+        asked = {name: method for name, method in vars(protocol).items() if inspect.isfunction(method)}
+        asked = {name: method for name, method in asked.items() if not name.startswith("_") or name == "__call__"}
+        if "__call__" in asked and "__call__" not in written:
+            return  # a plain function, under a name of its own
+        for name, method in asked.items():
+            parameters = list(inspect.signature(method).parameters)
+            spelled = [[each.arg for each in (*args.args, *args.kwonlyargs)] for args in written.get(name, [])]
+            assert parameters in spelled, f"{name}({', '.join(parameters)}) is not in {source.name}"
 
     def test_nothing_of_the_template_is_left(self, tmp_path: Path, kind: str) -> None:
         root = create(kind, NAME, tmp_path)
