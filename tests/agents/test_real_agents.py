@@ -1,7 +1,9 @@
 """Published agent programs, unmodified, against a served session: every trained token was sampled, none was lost.
 
-The programs run in `.venv-agents` (requirements/agents.txt), since their dependencies are many; where it is absent, in
-this interpreter. One that is not installed is skipped with that reason.
+The programs run in `.venv-agents` (requirements/agents.txt, agents-npm.txt), since their dependencies are many; where it
+is absent, in this interpreter. One that is not installed is skipped with that reason.
+
+First a scripted policy, whose every token is known; then, marked slow, `miles serve` with SmolLM2 on the engine `local`.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator
@@ -60,8 +63,13 @@ AGENTS: dict[str, tuple[str, list[str], str]] = {
         ["I write.\n" + call("bash", command="printf hello > x"), "Done.\n" + call("bash", command=DONE)],
         "hello",
     ),
+    "qwen_code": (
+        "npm:qwen",
+        ["I write.\n" + call("run_shell_command", command="echo hello > x", is_background=False), "Done."],
+        "hello",
+    ),
 }
-"""Program -> (module it needs, what the policy says turn by turn, what the program prints at the end)."""
+"""Program -> (module it needs, or command of npm, what the policy says turn by turn, what the program prints at the end)."""
 REWRITES = frozenset({"smolagents_tools"})
 """Agents that replay their calls as prose of their own: each request is then a branch."""
 
@@ -74,6 +82,9 @@ def interpreter() -> str:
 
 @cache
 def installed(module: str) -> bool:
+    if module.startswith("npm:"):
+        command = ROOT / ".venv-agents" / "node_modules" / ".bin" / module.removeprefix("npm:")
+        return command.exists() and shutil.which("node") is not None
     probe = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([interpreter(), "-c", probe], check=False, env=environment()).returncode == 0
 
@@ -93,7 +104,7 @@ async def served(
     family = ChatMLFamily(ChatMLOptions(), ChatTokenizer.from_dir(folder))
     engine = scripted_engine(family, texts)
     # smolagents and the OpenAI SDKs respell arguments; what they replay then still means the same.
-    factory = SessionFactory([engine], family, loose_tool_call, context_length=20_000, history=history)
+    factory = SessionFactory([engine], family, loose_tool_call, context_length=200_000, history=history)
     settings = ServerSettings(sampling=SamplingParams(max_tokens=500), agent_sampling="override", picker=PICKERS["all"])
     async with listening(SessionStore(factory, settings)) as url:
         yield url, engine, family
@@ -104,7 +115,7 @@ async def run(program: str, url: str) -> str:
         interpreter(), str(PROGRAMS / f"{program}.py"), url, stdout=-1, stderr=-1, env=environment()
     )
     try:
-        out, err = await asyncio.wait_for(task.communicate(), timeout=120)
+        out, err = await asyncio.wait_for(task.communicate(), timeout=300)
     finally:
         if task.returncode is None:
             task.kill()
@@ -130,7 +141,7 @@ def turns(family: ChatMLFamily, row: list[int]) -> list[str]:
 async def test_a_published_agent_trains_exactly_what_was_sampled(program: str, tmp_path: Path) -> None:
     module, texts, printed = AGENTS[program]
     if not installed(module):
-        pytest.skip(f"{module} is not installed; see requirements/agents.txt")
+        pytest.skip(f"{module} is not installed; see requirements/agents.txt, agents-npm.txt")
     history: History = "branching" if program in REWRITES else "linear"
     async with served(tmp_path, texts, history) as (url, engine, family), httpx.AsyncClient(base_url=url) as http:
         key = (await http.post("/sessions", json={})).json()["session_id"]
