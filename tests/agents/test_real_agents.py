@@ -1,9 +1,9 @@
 """Published agent programs, unmodified, against a served session: every trained token was sampled, none was lost.
 
-The programs run in `.venv-agents` (requirements/agents.txt, agents-npm.txt), since their dependencies are many; where it
-is absent, in this interpreter. One that is not installed is skipped with that reason.
+The programs run in `.venv-agents` (requirements/agents.txt, agents-npm.txt), since their dependencies are many; where
+it is absent, in this interpreter. One that is not installed is skipped with that reason.
 
-First a scripted policy, whose every token is known; then, marked slow, `miles serve` with SmolLM2 on the engine `local`.
+First a scripted policy, whose every token is known; then, marked slow, `miles serve` with SmolLM2 on engine `local`.
 """
 
 from __future__ import annotations
@@ -15,15 +15,21 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from miles_core.driver import serve
+from miles_core.kinds.engine import Chunk, Engine, GenerateRequest
+from miles_core.registry import discover
 from miles_core.session.factory import History, SessionFactory
 from miles_core.session.leaves import PICKERS
 from miles_core.session.matching import loose_tool_call
@@ -42,6 +48,7 @@ from miles_tito_chatml.options import ChatMLOptions
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "models" / "smollm2-135m"
 
 
 def call(name: str, **arguments: Any) -> str:
@@ -69,7 +76,7 @@ AGENTS: dict[str, tuple[str, list[str], str]] = {
         "hello",
     ),
 }
-"""Program -> (module it needs, or command of npm, what the policy says turn by turn, what the program prints at the end)."""
+"""Program -> (module it needs or command of npm, what the policy says turn by turn, what the program prints last)."""
 REWRITES = frozenset({"smolagents_tools"})
 """Agents that replay their calls as prose of their own: each request is then a branch."""
 
@@ -111,6 +118,13 @@ async def served(
 
 
 async def run(program: str, url: str) -> str:
+    """Its last line; it must end well."""
+    code, out, err = await ran(program, url)
+    assert code == 0, f"{out}\n{err[-3000:]}"
+    return out.strip().splitlines()[-1]
+
+
+async def ran(program: str, url: str) -> tuple[int | None, str, str]:
     task = await asyncio.create_subprocess_exec(
         interpreter(), str(PROGRAMS / f"{program}.py"), url, stdout=-1, stderr=-1, env=environment()
     )
@@ -119,8 +133,7 @@ async def run(program: str, url: str) -> str:
     finally:
         if task.returncode is None:
             task.kill()
-    assert task.returncode == 0, f"{out.decode()}\n{err.decode()[-3000:]}"
-    return out.decode().strip().splitlines()[-1]
+    return task.returncode, out.decode(), err.decode()
 
 
 def only_assistant_text_differs(family: ChatMLFamily, row: list[int], sample: dict[str, Any]) -> None:
@@ -166,3 +179,101 @@ async def test_a_published_agent_trains_exactly_what_was_sampled(program: str, t
     for before, turn, after in zip(prompts, said, prompts[1:], strict=False):
         assert after[: len(before) + len(turn)] == [*before, *turn]
     assert len(prompts) == len(texts)
+
+
+class Recorded:
+    """An engine that keeps what it was asked and what it sampled, as it passes."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self.turns: list[tuple[list[int], list[int], list[float]]] = []
+        """Prompt ids, sampled ids, their log-probs."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
+        ids: list[int] = []
+        logprobs: list[float] = []
+        self.turns.append((list(request.token_ids), ids, logprobs))
+        async for chunk in self._engine.generate(request):
+            ids += chunk.token_ids
+            logprobs += chunk.logprobs
+            yield chunk
+
+
+@contextlib.asynccontextmanager
+async def served_model(
+    folder: Path, history: History, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[str, Recorded]]:
+    """`miles serve --model FOLDER --engine local`, but for the recorder between sessions and engine."""
+    recorded: list[Recorded] = []
+
+    def factory(engines: Sequence[Engine], *arguments: Any, **more: Any) -> SessionFactory:
+        recorded.extend(Recorded(engine) for engine in engines)
+        return SessionFactory(recorded, *arguments, **more)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(serve, "SessionFactory", factory)
+    said: asyncio.Queue[str] = asyncio.Queue()
+    settings = ServerSettings(agent_sampling="override", picker=PICKERS["all"])
+    listen = serve.Listen(host="127.0.0.1", port=0, settings=settings)
+    quick = serve.Quick(model=str(folder), engine="local", matcher="loose-tool-call", history=history)
+    server = asyncio.create_task(serve.serve_quick(quick, discover(()), listen, said.put_nowait))
+    try:
+        while " at http" not in (line := await asyncio.wait_for(said.get(), timeout=120)):
+            pass
+        yield line.rpartition(" ")[2], recorded[0]
+    finally:
+        server.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await server
+
+
+def scored(folder: Path, ids: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """f64[T] log-prob of each token given those before it, by transformers in one pass; 0 at the first."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    with torch.no_grad():
+        logits = model(input_ids=torch.from_numpy(ids.astype(np.int64))[None], use_cache=False).logits[0].double()
+    found = logits.log_softmax(-1)[:-1].gather(-1, torch.from_numpy(ids[1:].astype(np.int64))[:, None])[:, 0]
+    return np.concatenate([[0.0], found.numpy()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", [name for name in AGENTS if name != "qwen_code"])
+async def test_a_published_agent_with_a_real_model(program: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model is too small to succeed, and need not: whatever it says is trained as it was sampled."""
+    module = AGENTS[program][0]
+    if not installed(module):
+        pytest.skip(f"{module} is not installed; see requirements/agents.txt")
+    if not (MODEL / "config.json").exists():
+        pytest.skip("models/smollm2-135m is not there; make quickstart creates it")
+    history: History = "branching" if program in REWRITES else "linear"
+    sampling = {"temperature": 1.0, "top_k": 20, "max_tokens": 160, "seed": 5}
+    async with served_model(MODEL, history, monkeypatch) as (url, engine), httpx.AsyncClient(base_url=url) as http:
+        key = (await http.post("/sessions", json={"sampling": sampling})).json()["session_id"]
+        code, out, err = await ran(program, f"{url}/sessions/{key}")
+        reply = await http.post(f"/sessions/{key}/samples", json={"prompt_id": "p"}, timeout=60)
+        samples = reply.json()["samples"]
+        assert 'status="5' not in (await http.get("/metrics")).text
+    print(f"{program}: exit {code}, {len(engine.turns)} turns, {len(samples)} rows: {out[-300:]} {err[-700:]}")
+    assert engine.turns
+    assert history == "branching" or len(samples) == 1
+    trained: list[tuple[int, float]] = []
+    for sample in samples:
+        ids, mask, sampled, logprobs = (unpacked(sample[n]) for n in ("token_ids", "loss_mask", "sampled", "logprobs"))
+        mask = mask.astype(bool)
+        assert not (mask & ~sampled.astype(bool)).any()
+        assert np.array_equal(np.isfinite(logprobs), sampled.astype(bool))
+        trained += zip(ids[mask].tolist(), logprobs[mask].tolist(), strict=True)
+        oracle = scored(MODEL, ids)[mask]
+        off, shifted = (np.abs(oracle - each).mean() for each in (logprobs[mask], np.roll(logprobs[mask], 1)))
+        mismatch = sample["metadata"]["tito_session_mismatch"]
+        print(f"  {len(ids)} tokens, {mask.sum()} trained, off by {off:.4f} (shifted by one {shifted:.2f}), {mismatch}")
+        assert off < 0.1 * shifted, "log-probs are not those of their positions"
+        assert set(mismatch["kinds"]) <= {"assistant_text"}
+    emitted = [pair for _, ids, logprobs in engine.turns for pair in zip(ids, logprobs, strict=True)]
+    assert [token for token, _ in trained] == [token for token, _ in emitted]
+    assert np.allclose([each for _, each in trained], [each for _, each in emitted], atol=1e-6)
+    if history == "linear":
+        for (before, said, _), (after, _, _) in pairwise(engine.turns):
+            assert after[: len(before) + len(said)] == [*before, *said]

@@ -13,6 +13,7 @@ LOOK = {
 messages = [{"role": "user", "content": "What is in the box?"}]
 known = {"model": "policy", "max_tokens": 200, "system": "Use tools.", "tools": [LOOK]}
 reply = client.messages.create(messages=messages, **known)
+text = "".join(block.text for block in reply.content if block.type == "text")
 while reply.stop_reason == "tool_use":
     messages.append({"role": "assistant", "content": [block.model_dump() for block in reply.content]})
     results = [
