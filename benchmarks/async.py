@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import math
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -202,6 +203,8 @@ def main() -> None:
                 f"{bench.stale:.0f}",
             )
             print("| " + " | ".join(cells) + " |", flush=True)
+    if not arguments.virtual:  # a busy host wakes sleepers late, and the faster the schedule, the more that counts
+        print(f"load average {os.getloadavg()[1]:.1f} on {os.cpu_count()} cores")
 
 
 if __name__ == "__main__":

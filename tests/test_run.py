@@ -63,6 +63,12 @@ def test_a_directory_of_another_run_is_refused_and_resume_needs_the_same_run_fil
     assert "optimizer.lr" in other.stderr
     nothing = workspace.train("--resume", overrides={"schedule.steps": 1}, code=1)
     assert "no work" in nothing.stderr
+    lines = workspace.lines()
+    assert [line["step"] for line in lines] == [0, 1], "what is refused loses nothing"
+    metrics = workspace.directory() / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes().splitlines(keepends=True)[0])  # killed after its last checkpoint
+    workspace.train("--resume", overrides={"schedule.steps": 1})
+    assert workspace.lines() == lines
     workspace.train("--resume", overrides={"schedule.steps": 2})
     assert [line["step"] for line in workspace.lines()] == [0, 1, 2]
 

@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from miles_core.driver import recovery
-from miles_core.errors import EngineError, RunError, TrainerLost, TransportError
+from miles_core.errors import EngineError, EngineLost, RunError, TrainerLost, TransportError
 from miles_core.kinds.engine import EngineContext
 from miles_core.kinds.transport import Staged
 from miles_core.session.pool import EnginePool
+from miles_core.testing.executor import generate_request
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
 from miles_core.types import NamedTensor
 from miles_core.weights.digests import manifest
@@ -59,6 +60,7 @@ class Place:
         self.broken_restarts = broken_restarts
         self.said: list[str] = []
         self.version, self.published_step, self.trained_step, self.publishing = -1, -1, 0, False
+        self.not_before: dict[int, float] = {}
         self.executor = SimpleNamespace(restart_engine=self._restart, describe=self._describe)
         self.recorder = SimpleNamespace(
             alarm=lambda step, text: self.said.append(text), event=lambda kind, **facts: self.said.append(kind)
@@ -74,6 +76,7 @@ class Place:
         self.pool = EnginePool(self.engines)
         self.fleet = Fleet(self.transport, None, self.engines, UpdateSettings())  # type: ignore[arg-type]
         await recovery.update(self, 0)  # type: ignore[arg-type]
+        self.said.clear()
         return self
 
     async def _make(self, index: int) -> Hanging:
@@ -155,3 +158,92 @@ async def test_the_loss_of_the_trainer_is_not_blamed_on_engines() -> None:
     with pytest.raises(TrainerLost):
         await recovery.update(run, 1)
     assert run.pool.lost() == {}
+
+
+class Dying(Hanging):
+    """Answers nothing from a certain call on."""
+
+    dies_at: str | None = None
+
+    def _die(self, call: str) -> None:
+        if call == self.dies_at:
+            self.dead = True
+        if getattr(self, "dead", False):
+            raise EngineLost(f"died in {call}")
+
+    async def version(self) -> int:
+        self._die("version")
+        return await super().version()
+
+    async def activate(self, version: int) -> None:
+        self._die("activate")
+        await super().activate(version)
+
+    async def resume(self) -> None:
+        self._die("resume")
+        await super().resume()
+
+
+class DyingPlace(Place):
+    """The first engine started anew dies in the call `at`."""
+
+    def __init__(self, at: str) -> None:
+        super().__init__()
+        self.at: str | None = at
+
+    async def _restart(self, index: int) -> Hanging:
+        context = EngineContext(model_path="", context_length=None, device="cpu", seed=0, index=index)
+        engine = Dying(RecordingOptions(), context)
+        await engine.start()
+        engine.dies_at, self.at = self.at, None
+        return engine
+
+
+@pytest.mark.parametrize("at", ["version", "activate", "resume"])
+async def test_a_newcomer_that_dies_again_costs_the_others_nothing_and_is_replaced_anew(at: str) -> None:
+    run = await DyingPlace(at).start()
+    run.trained_step = 1
+    run.pool.lose(1, "gone")
+    await recovery.recover(run)
+    assert run.pool.serving() == {0}
+    assert (run.version, await run.engines[0].version()) == (1, 1)
+    async with asyncio.timeout(5):  # it is not left paused
+        assert [chunk async for chunk in run.engines[0].generate(generate_request("a", (1, 2)))]
+    run.trained_step = 2
+    await recovery.recover(run)
+    assert run.pool.serving() == {0, 1}
+    assert [await engine.version() for engine in run.engines] == [2, 2]
+
+
+async def test_a_newcomer_that_dies_between_update_and_service_serves_nobody() -> None:
+    run = await Place().start()
+    run.pool.lose(1, "gone")
+    newcomers = await recovery.replace_lost(run)
+    await recovery.update(run, 0)
+    run.engines[1].hangs = True
+    await recovery.admit(run, newcomers)
+    assert run.pool.serving() == {0}
+    assert any("serves nobody: it did not answer within 0.2 s" in text for text in run.said)
+
+
+async def test_a_place_that_cannot_be_filled_is_left_alone_for_a_while_unless_nobody_serves() -> None:
+    run = await Place(broken_restarts=1).start()
+    run.pool.lose(1, "gone")
+    await recovery.recover(run)
+    run.not_before[1] += 3600
+    await recovery.recover(run)
+    assert run.pool.serving() == {0}
+    run.pool.lose(0, "gone too")
+    await recovery.recover(run)
+    assert run.pool.serving() == {0, 1}
+
+
+async def test_a_late_answer_of_a_replaced_engine_is_not_held_against_its_successor() -> None:
+    run = await Place().start()
+    run.engines[1].hangs = True
+    asking = asyncio.create_task(recovery.probe(run, 1, 0.2))
+    await asyncio.sleep(0)
+    run.pool.lose(1, "gone")
+    await recovery.recover(run)
+    await asking
+    assert run.pool.serving() == {0, 1}

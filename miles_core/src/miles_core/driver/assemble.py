@@ -101,7 +101,9 @@ async def open_run(
         )
         if found is not None:
             await _restore(run, found)
-        if resume:
+        beyond = run.start_step - run.last_step
+        run.complete = beyond > 0 or (beyond == 0 and directory.last_step() == run.last_step)
+        if resume and not run.complete:
             directory.keep_steps_before(run.start_step)
         yield run
 

@@ -27,6 +27,8 @@ async def train(run: Run) -> None:
     start = stages.first_step(run)
     await stages.publish_first(run)
     await stages.finish_step(run, start, run.resumed_metrics)
+    if start == run.last_step:
+        return  # the last step was trained and saved before; the line above was all that it lacked
     restored = _restore(run)
     ready = await attend(run, stages.collect_batch(run, start + 1)) if restored is None else restored
     for step in range(start + 1, run.last_step + 1):

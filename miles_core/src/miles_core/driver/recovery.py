@@ -9,11 +9,13 @@ trains may start one. Until that update is complete it serves nobody.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from miles_core.driver.run import Run
 from miles_core.errors import EngineError, EngineLost, MilesError, RunError, TrainerLost, TransportError
+from miles_core.kinds.engine import Engine
 from miles_core.watch import waiting
 from miles_core.weights.lifecycle import PublishReport
 
@@ -21,6 +23,9 @@ T = TypeVar("T")
 
 MAX_ROUNDS = 3
 """Recoveries in a row that may leave no engine serving before the run stops."""
+REST = 10.0
+"""After a failed attempt to start an engine again, how many times its duration passes before the next one. While others
+serve, a cluster without room then costs a tenth of the run's time at most."""
 
 
 async def monitor(run: Run) -> None:
@@ -33,20 +38,22 @@ async def monitor(run: Run) -> None:
 
 async def probe(run: Run, index: int, timeout_s: float) -> None:
     """Find out whether an engine answers and serves the published version, and lose it when not."""
-    before = run.version
+    before, engine = run.version, run.engines[index]
     if run.publishing:
         return  # an update has time-outs and a proof of its own
     try:
         async with asyncio.timeout(timeout_s):
-            version = await run.engines[index].version()
+            version = await engine.version()
     except TimeoutError:
-        lose(run, index, f"the engine did not answer within {timeout_s:g} s")
-        return
+        why = f"the engine did not answer within {timeout_s:g} s"
     except MilesError as error:
-        lose(run, index, error.message)
-        return
-    if not run.publishing and run.version == before != version:
-        lose(run, index, f"the engine serves version {version}, published is {before}")
+        why = error.message
+    else:
+        if run.publishing or run.version != before or version == before:
+            return
+        why = f"the engine serves version {version}, published is {before}"
+    if run.engines[index] is engine:  # what took its place meanwhile is not to blame
+        lose(run, index, why)
 
 
 def lose(run: Run, index: int, why: str) -> None:
@@ -60,7 +67,7 @@ async def attend(run: Run, work: Coroutine[Any, Any, T]) -> T:
     task = asyncio.create_task(work)
     try:
         while not task.done():
-            losing = asyncio.create_task(run.pool.loss())
+            losing = asyncio.create_task(_due(run))
             try:
                 await asyncio.wait({task, losing}, return_when=asyncio.FIRST_COMPLETED)
             finally:
@@ -72,6 +79,21 @@ async def attend(run: Run, work: Coroutine[Any, Any, T]) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+
+
+async def _due(run: Run) -> None:
+    """Return once an engine is lost and the time has come to replace it."""
+    await run.pool.loss()
+    while not _replaceable(run):  # noqa: ASYNC110 - time alone makes it true
+        await asyncio.sleep(run.spec.rollout.health_interval_s)
+
+
+def _replaceable(run: Run) -> dict[int, str]:
+    """Lost engines and why; without those whose last attempt failed just now, as long as others serve."""
+    now, serving = time.monotonic(), run.pool.serving()
+    return {
+        index: why for index, why in run.pool.lost().items() if not serving or run.not_before.get(index, now) <= now
+    }
 
 
 async def recover(run: Run) -> None:
@@ -104,7 +126,7 @@ async def recover(run: Run) -> None:
 
 async def replace_lost(run: Run) -> set[int]:
     """Start new engines in the places of lost ones; those that started take part in the next update."""
-    return {index for index, why in run.pool.lost().items() if await _replace(run, index, why)}
+    return {index for index, why in _replaceable(run).items() if await _replace(run, index, why)}
 
 
 async def admit(run: Run, newcomers: set[int]) -> None:
@@ -113,21 +135,42 @@ async def admit(run: Run, newcomers: set[int]) -> None:
         run.recorder.event("placed", **await run.executor.describe())
     for index in sorted(newcomers):
         engine = run.engines[index]
-        if engine in run.fleet.members and await engine.version() == run.version:
+        if engine not in run.fleet.members:
+            continue  # it stays lost and is replaced anew
+        if (why := await _unfit(engine, run.version, run.spec.rollout.health_timeout_s)) is None:
             run.pool.restore(index, engine)
             run.recorder.event("engine_replaced", engine=index, version=run.version)
+        else:
+            run.fleet.leave(engine)
+            run.recorder.alarm(run.trained_step, f"engine {index} started again and serves nobody: {why}")
+
+
+async def _unfit(engine: Engine, version: int, timeout_s: float) -> str | None:
+    """Why an engine cannot serve `version` now, or None."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            found = await engine.version()
+    except TimeoutError:
+        return f"it did not answer within {timeout_s:g} s"
+    except MilesError as error:
+        return error.message
+    return None if found == version else f"it holds version {found}, published is {version}"
 
 
 async def _replace(run: Run, index: int, why: str) -> bool:
     """Start a new engine in the place of a lost one; False when that failed."""
     run.recorder.alarm(run.trained_step, f"engine {index} is lost and will be replaced: {why}")
     run.fleet.leave(run.engines[index])
+    began = time.monotonic()
     try:
         with waiting("driver", on=f"engine {index} to start again"):
             engine = await run.executor.restart_engine(index)
     except MilesError as error:
+        now = time.monotonic()
+        run.not_before[index] = now + REST * (now - began)
         run.recorder.alarm(run.trained_step, f"engine {index} could not be replaced: {error.message}")
         return False
+    run.not_before.pop(index, None)
     run.engines[index] = engine
     run.fleet.join(engine)
     return True
@@ -147,6 +190,7 @@ async def update(run: Run, version: int) -> PublishReport:
             try:
                 report = await run.fleet.publish(version, mode=mode)
                 run.version, run.published_step = version, run.trained_step
+                published(run, report)
                 return report
             except MilesError as error:
                 if (lost := _trainer_lost(error)) is not None:
@@ -158,6 +202,12 @@ async def update(run: Run, version: int) -> PublishReport:
         run.publishing = False
 
 
+def published(run: Run, report: PublishReport) -> None:
+    """Say that a version is served, whatever it was published for."""
+    facts = {"tensors": report.num_tensors, "bytes": report.num_bytes}
+    run.recorder.event("publish", version=run.version, step=run.published_step, **facts)
+
+
 def _trainer_lost(error: BaseException | None) -> TrainerLost | None:
     while error is not None and not isinstance(error, TrainerLost):
         error = error.__cause__
@@ -165,10 +215,11 @@ def _trainer_lost(error: BaseException | None) -> TrainerLost | None:
 
 
 async def _leave_dead(run: Run, timeout_s: float) -> bool:
-    """Take engines that no longer answer out of fleet and pool; whether there were any, and others remain."""
+    """Take engines that no longer answer out of fleet and pool, newcomers that an update was lost with among them;
+    whether there were any, and others remain."""
     dead = []
     for index, engine in enumerate(run.engines):
-        if engine not in run.fleet.members:
+        if engine not in run.fleet.asked:
             continue
         try:
             async with asyncio.timeout(timeout_s):

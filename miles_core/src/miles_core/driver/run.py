@@ -54,6 +54,8 @@ class Run:
     num_experts: int | None
     """Experts of an MoE layer of the model, None for a dense one."""
     stop: StopRequest
+    complete: bool = False
+    """Whether the run found itself finished: nothing is left to do, not even for the last step."""
     start_step: int = 0
     """Steps that are done; their weights are version `start_step`."""
     resumed_metrics: Mapping[str, float] = field(default_factory=dict)
@@ -66,6 +68,8 @@ class Run:
     trained_step: int = 0
     """Step whose weights the trainer holds."""
     publishing: bool = False
+    not_before: dict[int, float] = field(default_factory=dict)
+    """Engines that could not be started again, and the monotonic time before which nobody tries anew."""
     make_buffer: Callable[[BufferContext], DataBuffer]
     pending: Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]] | None = None
     """What a checkpoint must remember of a rollout that is under way: JSON values, and how to write its groups."""

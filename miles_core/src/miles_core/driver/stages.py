@@ -26,7 +26,7 @@ def first_step(run: Run) -> int:
     Raises:
         RunError: there is none left to do.
     """
-    if run.start_step >= run.last_step:
+    if run.complete:
         raise RunError(
             "this run would do no work",
             found=f"{run.start_step} of {run.last_step} steps are done",
@@ -62,14 +62,12 @@ async def publish(run: Run, version: int, *, first: bool = False) -> None:
         if first and run.spec.check_weight_update_equal:
             report = await check_weight_update_equal(run.fleet.publish, run.engines, version, seed=run.spec.seed)
             run.version, run.published_step = version, run.trained_step
+            recovery.published(run, report)
             run.recorder.event("weights_equal", version=version, tensors=report.num_tensors)
         else:
             newcomers = await recovery.replace_lost(run)
             report = await recovery.update(run, version)
             await recovery.admit(run, newcomers)
-    run.recorder.event(
-        "publish", version=version, step=run.published_step, tensors=report.num_tensors, bytes=report.num_bytes
-    )
     run.recorder.timings(report.figures)
     progress()
 
@@ -89,7 +87,7 @@ async def publish_first(run: Run) -> None:
 
 
 async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:
-    """Write a checkpoint of `step` unless it is saved already; the last step also leaves a Hugging Face folder."""
+    """Write a checkpoint of `step` unless it is saved already."""
     if run.saved_step == step:
         return
     state = {
@@ -111,15 +109,17 @@ async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:
             write_groups=write_groups,
             keep=run.spec.checkpoint.keep,
         )
-        if step == run.last_step and run.spec.checkpoint.export_hf:
-            await run.trainer.save_hf(run.directory.path / "hf")
     run.saved_step = step
     run.recorder.event("save", step=step, path=str(path))
     progress()
 
 
 async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None:
-    """Evaluate when due, then write the step's line. Step 0 has one only when it was evaluated."""
+    """Evaluate when due, leave a Hugging Face folder after the last step, then write the step's line. Step 0 has one
+    only when it was evaluated.
+
+    The line comes last: a run that has that of its last step is complete, and one that has not is resumed.
+    """
     figures = dict(metrics)
     if run.eval_due(step):
         with run.recorder.phase("eval"), waiting("driver", on=f"evaluation after step {step}"):
@@ -134,6 +134,9 @@ async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None
             )
             figures |= await recovery.attend(run, work)
         run.recorder.event("eval", step=step, reward=figures["eval/reward_mean"])
+    if step == run.last_step and run.spec.checkpoint.export_hf:
+        with run.recorder.phase("save"), waiting("driver", on="writing the Hugging Face folder"):
+            await run.trainer.save_hf(run.directory.path / "hf")
     if figures:
         run.recorder.record(step, figures)
     progress()

@@ -144,6 +144,7 @@ class _Routed:
         sampled: list[int] = []
         while True:
             index = await pool.route(self._key)
+            engine = pool.engine(index)
             rest = _rest(request, sampled)
             try:
                 async with aclosing(_stream(pool, index, rest)) as chunks:
@@ -153,7 +154,8 @@ class _Routed:
                         yield chunk
                 return
             except EngineLost as error:
-                pool.lose(index, error.message)
+                if pool.engine(index) is engine:  # what took its place meanwhile is not to blame
+                    pool.lose(index, error.message)
                 pool.requeued += 1
                 reason = _end(request, sampled)
                 if reason is not None and request.routes:

@@ -143,6 +143,11 @@ class RunDir:
     def event(self, kind: str, **facts: Any) -> None:
         self.append(self.events, {"time": round(time.time(), 3), "event": kind, **facts})
 
+    def last_step(self) -> int | None:
+        """Step of the last line of metrics; None without any."""
+        steps = [record["step"] for record in read_lines(self.metrics)]
+        return steps[-1] if steps else None
+
     def keep_steps_before(self, step: int) -> None:
         """Drop the lines of `step` and later from metrics and timings, and a half line that a crash left."""
         for file in (self.metrics, self.timings):

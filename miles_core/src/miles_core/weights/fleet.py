@@ -32,6 +32,7 @@ class Fleet:
         self._transport, self._source, self._settings = transport, source, settings
         self._members = list(engines)
         self._newcomers: list[Engine] = []
+        self._asked: set[Engine] = set()
         self._busy: str | None = None
         self._lock = asyncio.Lock()
         self._stale = False  # the transport connects others than the members
@@ -45,6 +46,11 @@ class Fleet:
         """The engines that serve, and may be asked to generate."""
         return tuple(self._members)
 
+    @property
+    def asked(self) -> frozenset[Engine]:
+        """The members, and whoever else took part in the last update: one that broke it may be a newcomer."""
+        return frozenset((*self._members, *self._asked))
+
     def join(self, engine: Engine) -> None:
         """Let a started engine take part from the next publish on."""
         if engine in self._members or engine in self._newcomers:
@@ -55,6 +61,7 @@ class Fleet:
         """Publish no further version to an engine: it is gone, or about to be closed."""
         if engine in self._newcomers:
             self._newcomers.remove(engine)
+        self._asked.discard(engine)
         if engine in self._members:
             self._members.remove(engine)
             self._stale = True
@@ -84,6 +91,7 @@ class Fleet:
         engines = [*self._members, *newcomers]
         update = WeightUpdate(version)
         self.phase = update.phase
+        self._asked = set(engines)
         if newcomers or self._stale:
             self._stale = True
             await self._transport.close()

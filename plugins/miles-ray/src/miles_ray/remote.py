@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError, RayTaskError
+from ray.exceptions import RayError, RayTaskError
 
 from miles_core.errors import MilesError
 
@@ -34,7 +34,7 @@ async def fetch(
         raise (failed or died)(
             f"{doing} failed: {type(cause).__name__}: {cause}", found=_last_line(error), where=who
         ) from error
-    except RayActorError as error:
+    except RayError as error:  # the actor's process, its node, or the object that it answered with is gone
         raise died(
             f"{who} died while it was to {doing}",
             found=_last_line(error),
