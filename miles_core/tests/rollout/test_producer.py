@@ -192,6 +192,23 @@ async def test_with_a_limit_nothing_is_started_that_would_be_discarded() -> None
     assert producer.ledger.counts["trained"] == 20
 
 
+@pytest.mark.parametrize("unused", ["drop", "retry"])
+@pytest.mark.parametrize("interval", [1, 2])
+async def test_with_a_limit_of_zero_discarded_groups_make_room_for_fresh_ones(unused: str, interval: int) -> None:
+    bench = Bench(lambda prompt, number: 0.001, max_weight_staleness=0, update_interval=interval, unused=unused)
+    producer = bench.producer()
+    async with running(producer):
+        for _ in range(4):
+            async with asyncio.timeout(5):
+                while len(producer.ledger.numbers(Fate.QUEUED)) < 2 * interval:  # noqa: ASYNC110 - a test looks from outside
+                    await asyncio.sleep(0.001)
+            bench.version += 1  # as an evaluation makes it happen ahead of the interval: all that waits is too old now
+            taken = await asyncio.wait_for(producer.take(2), 5)
+            assert {producer._age(finished.group) for finished in taken} == {0}
+            producer.trained(taken)
+            producer.check()
+
+
 async def test_nothing_starts_while_held_and_everything_goes_on_after() -> None:
     bench = Bench()
     producer = bench.producer()

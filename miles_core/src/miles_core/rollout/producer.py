@@ -231,7 +231,7 @@ class Producer:
         if self._budget.unused == "retry" and fate is not Fate.FILTERED:
             self.ledger.put_back()
             self._again.append(replace(held.order, round=held.order.round + 1, again=True))
-            self._notify()
+        self._notify()  # one group less is pending, and under a limit that alone may let the next one start
 
     def _count(self, held: _Finished, reason: str | None) -> None:
         retried = len(held.attempts) - len(held.finished.group.trajectories)

@@ -143,6 +143,8 @@ class RayExecutor:
         options = self._options
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # a training run reports to nobody
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # Ray's coming default; it warns otherwise
+        # Ray lets its workers run at nice 15: on a host that does anything else, engines then miss their health checks.
+        os.environ.setdefault("RAY_worker_niceness", "0")
         local = {
             "num_cpus": options.num_cpus or os.cpu_count(),
             "object_store_memory": options.object_store_mib * MIB,
