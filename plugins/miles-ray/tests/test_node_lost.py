@@ -21,7 +21,8 @@ NODE = {"num_cpus": 1, "object_store_memory": 100 * 1024 * 1024}
 
 
 @pytest.fixture
-def cluster() -> Iterator[Cluster]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
+    monkeypatch.setenv("RAY_worker_niceness", "0")
     cluster = Cluster(initialize_head=True, head_node_args=NODE)
     try:
         yield cluster
@@ -37,7 +38,7 @@ async def collect(engine: Engine, name: str, tokens: int) -> list[int]:
 
 async def test_an_engine_on_a_lost_node_is_lost_by_name_and_starts_again_where_there_is_room(cluster: Cluster) -> None:
     second = cluster.add_node(**NODE)
-    options = RayOptions(address=cluster.address, cpus_per_engine=1.0, start_timeout_s=60.0)
+    options = RayOptions(address=cluster.address, cpus_per_engine=1.0, start_timeout_s=150.0)
     executor = RayExecutor(options)
     try:
         engines = list(await executor.start_engines(engine_spec(count=2)))
@@ -50,7 +51,7 @@ async def test_an_engine_on_a_lost_node_is_lost_by_name_and_starts_again_where_t
 
         cluster.remove_node(second, allow_graceful=False)
         with pytest.raises(EngineLost, match=f"engine {gone} died while it was to generate"):
-            await asyncio.wait_for(waiting, 60)
+            await asyncio.wait_for(waiting, 100)
         assert await collect(engines[1 - gone], "spared", 5) == [0, 1, 2, 3, 4]
 
         executor._options = options.model_copy(update={"start_timeout_s": 5.0})
