@@ -59,13 +59,16 @@ def test_one_step_off_is_one_version_old_and_resumes_bit_for_bit(workspace: Work
     assert (workspace.directory() / "metrics.jsonl").read_bytes() == reference
 
 
-def test_fully_async_trains_whole_groups_once_and_its_books_add_up(workspace: Workspace) -> None:
+def test_fully_async_trains_whole_groups_once_and_ages_them_in_versions_not_steps(workspace: Workspace) -> None:
     overrides = {**FULLY_ASYNC, "schedule.max_weight_staleness": 1, "schedule.unused_groups": "retry"}
+    overrides |= {"schedule.update_weights_interval": 2, "schedule.on_weight_update": "in-place"}
     workspace.train(overrides=overrides)
     lines, timings = workspace.lines(), workspace.lines("timings.jsonl")
     assert [line["step"] for line in lines] == list(range(7))
     assert max(line["contract/versions/s_old_max"] for line in lines[1:]) <= 1
-    assert [line["contract/versions/current"] for line in lines[1:]] == [0, 1, 2, 3, 4, 5]
+    published = [(e["version"], e["step"]) for e in workspace.lines("events.jsonl") if e["event"] == "publish"]
+    assert published == [(0, 0), (1, 2), (2, 4), (3, 6)]
+    assert [line["contract/versions/current"] for line in lines[1:]] == [0, 0, 1, 1, 2, 2]
     assert undeclared(key for line in (*lines, *timings) for key in line) == []
     assert not any(is_clock(key) for line in lines for key in line)
     for line in lines[1:]:
@@ -76,15 +79,6 @@ def test_fully_async_trains_whole_groups_once_and_its_books_add_up(workspace: Wo
     assert last["trained"] == 12
     sessions = trained_sessions(workspace)
     assert len(sessions) == len(set(sessions)) == 36
-
-
-def test_weights_published_every_second_step_age_data_in_versions_not_steps(workspace: Workspace) -> None:
-    workspace.train(
-        overrides={**FULLY_ASYNC, "schedule.update_weights_interval": 2, "schedule.on_weight_update": "in-place"}
-    )
-    published = [(e["version"], e["step"]) for e in workspace.lines("events.jsonl") if e["event"] == "publish"]
-    assert published == [(0, 0), (1, 2), (2, 4), (3, 6)]
-    assert [line["contract/versions/current"] for line in workspace.lines()[1:]] == [0, 0, 1, 1, 2, 2]
 
 
 def test_an_interrupted_fully_async_run_keeps_what_it_had_and_trains_nothing_twice(workspace: Workspace) -> None:
