@@ -21,7 +21,7 @@ import click
 @click.option("--history", type=click.Choice(["linear", "branching"]), default="linear", show_default=True)
 @click.option("--context-length", type=click.IntRange(min=2), help="With --model: tokens of prompt plus output.")
 @click.option(
-    "--leaves", default="drop-retries", show_default=True, help="Branches that become samples; or module:attr."
+    "--leaves", default="drop-retries", show_default=True, help="With --model: branches that are kept; or module:attr."
 )
 @click.option("--max-tokens", type=click.IntRange(min=1), default=4096, show_default=True, help="Of one turn.")
 @click.option("--agent-sampling", type=click.Choice(["honour", "override"]), default="honour", show_default=True)
@@ -76,7 +76,7 @@ def _refuse_unread(run_file: Path | None, overrides: tuple[str, ...]) -> None:
     given = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
     if run_file is None and overrides:
         raise click.UsageError("--set overrides a RUN_FILE, and there is none")
-    unread = given & {"engine", "family", "matcher", "history", "context_length", "script"}
+    unread = given & {"engine", "family", "matcher", "history", "context_length", "script", "leaves"}
     if run_file is not None and unread:
         flag = min(unread).replace("_", "-")
         raise click.UsageError(f"--{flag} goes with --model; the RUN_FILE says it here, and --set changes it")

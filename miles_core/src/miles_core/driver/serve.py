@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -109,7 +109,9 @@ async def serve_run(resolved: ResolvedRun, registry: Registry, listen: Listen, s
             routes=spec.rollout.routes != "off",
             history=spec.session.history,
         )
-        await _serve(factory, listen, say)
+        # The run-file says which leaves count; the flag is for a server without one.
+        settings = replace(listen.settings, picker=PICKERS[spec.session.leaves])
+        await _serve(factory, replace(listen, settings=settings), say)
     finally:
         await executor.close()
 
@@ -117,20 +119,26 @@ async def serve_run(resolved: ResolvedRun, registry: Registry, listen: Listen, s
 async def _serve(factory: SessionFactory, listen: Listen, say: Say) -> None:
     if warning := warning_of(factory.matcher):
         say(f"warning: {warning}")
-    journal = None if listen.journal is None else Journal(listen.journal)
-    store = SessionStore(factory, listen.settings, journal=journal)
-    restored = store.restore()
-    if journal is not None:
-        say(f"journal: {listen.journal}, {restored} session(s) restored")
-    async with listening(store, host=listen.host, port=listen.port) as url, _until_signal() as ended:
+    async with contextlib.AsyncExitStack() as stack:
+        journal = None if listen.journal is None else Journal(listen.journal)
+        if journal is not None:
+            stack.enter_context(journal.held())
+        store = SessionStore(factory, listen.settings, journal=journal)
+        restored = store.restore()
+        if journal is not None:
+            say(f"journal: {listen.journal}, {restored} session(s) restored")
+        for problem in store.damaged:
+            say(f"warning: {problem}")
+        url = await stack.enter_async_context(listening(store, host=listen.host, port=listen.port))
+        ended = stack.enter_context(_until_signal())
         say(f"serving {listen.settings.model} with family {type(factory.family).__name__} at {url}")
         say(f"open a session: curl -X POST {url}/sessions")
         await ended.wait()
         say("stopping: turns under way are aborted, committed ones are " + ("kept" if journal else "gone"))
 
 
-@contextlib.asynccontextmanager
-async def _until_signal() -> AsyncIterator[asyncio.Event]:
+@contextlib.contextmanager
+def _until_signal() -> Iterator[asyncio.Event]:
     ended, loop = asyncio.Event(), asyncio.get_running_loop()
     handled = (signal.SIGINT, signal.SIGTERM)
     for number in handled:

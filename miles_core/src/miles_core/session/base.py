@@ -84,8 +84,8 @@ class Session(ABC):
         self._closed = False
         self.in_flight = 0
         """Turns under way."""
-        self.reserved = 0
-        """Turns that somebody has set about and that may not have begun."""
+        self.reserved: set[int] = set()
+        """Generations that somebody has set about and that may not have begun."""
         self.abandoned = False
         """The latest served turn was given up by whoever waited for it."""
         self.on_commit: Callable[[Prepared, Output], None] | None = None

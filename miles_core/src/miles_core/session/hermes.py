@@ -177,11 +177,13 @@ def _call(body: str, call_id: str) -> ToolCall | None:
     try:
         members = _members(body)
         name = json.loads(members["name"])
+        arguments = members.get("arguments", "{}")
+        if arguments.startswith('"'):
+            arguments = json.loads(arguments)  # some models write the object as a string that holds JSON
+        # Half a surrogate pair can be spelled in JSON, but it is no text: no answer and no file could hold it.
+        f"{name}{arguments}".encode()
     except (ValueError, KeyError, RecursionError):
         return None
-    arguments = members.get("arguments", "{}")
-    if arguments.startswith('"'):
-        arguments = json.loads(arguments)  # some models write the object as a string that holds JSON
     return ToolCall(id=call_id, name=name, arguments=arguments) if isinstance(name, str) and name else None
 
 

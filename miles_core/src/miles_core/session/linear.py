@@ -35,6 +35,8 @@ class Turn:
     sampled: int
     finish_reason: FinishReason
     temperature: float
+    generation: int
+    """Its number: no other turn of the session, discarded ones included, was sampled under it."""
 
 
 class LinearSession(Session):
@@ -172,6 +174,7 @@ class LinearSession(Session):
                 sampled=len(output.ids),
                 finish_reason=output.finish_reason or FinishReason.ABORT,
                 temperature=prepared.params.temperature,
+                generation=prepared.generation,
             )
         )
         self._tools = prepared.tools

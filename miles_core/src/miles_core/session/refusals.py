@@ -7,7 +7,8 @@ SessionError
 ├── TurnCut          the turn to extend was cut off; branch before it, retry it, or end
 ├── ContextFull      the prompt leaves no room for a token
 ├── TooManyTurns     the session holds as many turns as it may
-└── UnknownSession   no session of that name
+├── UnknownSession   no session of that name
+└── JournalDamaged   what a journal holds of the session cannot be read
 """
 
 from __future__ import annotations
@@ -41,3 +42,7 @@ class TooManyTurns(SessionError):
 
 class UnknownSession(SessionError):
     """No session of that name is open."""
+
+
+class JournalDamaged(SessionError):
+    """What a journal holds of the session cannot be read; the file stays as it is."""

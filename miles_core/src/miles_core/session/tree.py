@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 from miles_core.errors import BranchNeeded
 from miles_core.kinds.environment import Completion
@@ -50,6 +50,8 @@ class Node:
     """How many of them, at the end, were sampled."""
     finish_reason: FinishReason
     temperature: float
+    generation: int
+    """Its number: no other turn of the session was sampled under it."""
     routes: Routes | None
     """Of prompt and output, as the engine returned them."""
     children: list[int] = field(default_factory=list)
@@ -91,8 +93,8 @@ class TreeSession(Session):
         self.nodes: list[Node] = []
         self._roots: list[int] = []
         self._active = _Path()
-        self._flying: Counter[int] = Counter()
-        """Parent -> turns under way below it."""
+        self._flying: set[int] = set()
+        """Generations under way."""
 
     # --- views --------------------------------------------------------------------------------------------------------
 
@@ -179,11 +181,11 @@ class TreeSession(Session):
         return best, covered
 
     async def run(self, prepared: Prepared, listener: Listener | None = None) -> Completion:
-        self._flying[prepared.base] += 1
+        self._flying.add(prepared.generation)
         try:
             return await super().run(prepared, listener)
         finally:
-            self._flying[prepared.base] -= 1
+            self._flying.discard(prepared.generation)
 
     def row_to(self, number: int) -> array[int]:
         """Ids of the whole row, root to the node."""
@@ -219,6 +221,7 @@ class TreeSession(Session):
             sampled=len(output.ids),
             finish_reason=output.finish_reason or FinishReason.ABORT,
             temperature=prepared.params.temperature,
+            generation=prepared.generation,
             routes=output.routes,
         )
         (self._roots if node.parent < 0 else self.nodes[node.parent].children).append(node.number)
@@ -258,9 +261,11 @@ class TreeSession(Session):
         return prompt, shared
 
     def _ordinal(self, base: int) -> int:
-        """Number of a generation below `base`: the same for a turn whose engine call failed, another for a sibling."""
+        """Number of a generation below `base`: the same for a turn whose engine call failed, another for a sibling,
+        also one under way: turns of one number would be sampled with one seed."""
         siblings = self._roots if base < 0 else self.nodes[base].children
-        return (base + 1) * MAX_NODES + len(siblings) + self._flying[base]
+        taken = self._flying | self.reserved | {self.nodes[number].generation for number in siblings}
+        return next(number for number in count((base + 1) * MAX_NODES) if number not in taken)
 
     def _call_id_taken(self, prepared: Prepared, call_id: str) -> bool:
         before = (message for node in self.path(prepared.base) for message in node.messages)

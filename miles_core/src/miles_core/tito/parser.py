@@ -215,7 +215,11 @@ class ReplyText:
         """The calls in `body`; empty when it is broken, None when it may go on."""
         assert self._calls is not None
         try:
-            return tuple(self._calls.read(body, self._tools))
+            calls = tuple(self._calls.read(body, self._tools))
+            for call in calls:
+                # Half a surrogate pair can be spelled in JSON, but it is no text: no answer and no file could hold it.
+                f"{call.name}{call.arguments}{call.id or ''}".encode()
+            return calls
         except Unfinished:
             return None
         except (ValueError, RecursionError):

@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from miles_core.errors import SessionError
+from miles_core.errors import RunError
 from miles_core.session.assembly import assemble_all
 from miles_core.session.leaves import keep_all
+from miles_core.session.refusals import JournalDamaged
 from miles_core.session.serving.journal import SUFFIX, Journal
 
 U = {"role": "user", "content": "hello"}
@@ -82,7 +83,7 @@ async def test_a_damaged_journal_is_named_and_never_half_read(serve: Any, engine
         factory = served.store.factory
     file = tmp_path / f"{key}{SUFFIX}"
     file.write_bytes(file.read_bytes().replace(b'"shared":0', b'"shared":x'))
-    with pytest.raises(SessionError, match=key):
+    with pytest.raises(JournalDamaged, match=key):
         journal.load(key, factory)
     assert factory.load() == (0,), "and its engine's slot is free again"
 
@@ -113,3 +114,62 @@ async def test_a_turn_that_cannot_be_written_is_not_history(serve: Any, tmp_path
         found = await served.chat(key, [U])
         assert found.status_code == 500
         assert not served.store.get(key).session.turns
+
+
+async def test_a_changed_byte_is_never_taken_for_what_was_sampled(serve: Any, tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    async with serve(journal=journal) as served:
+        key = await served.create()
+        await served.chat(key, [U])
+        factory = served.store.factory
+    file = tmp_path / f"{key}{SUFFIX}"
+    whole = file.read_bytes()
+    for at in range(0, len(whole), 3):
+        file.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(JournalDamaged, match=key):
+            journal.load(key, factory)
+    file.write_bytes(whole[:-1] + b"\x0b")
+    with pytest.raises(JournalDamaged, match="something else than a new line"):
+        journal.load(key, factory)
+    file.write_bytes(b"[" * 100_000 + b"\n")
+    with pytest.raises(JournalDamaged):
+        journal.load(key, factory)
+
+
+async def test_one_damaged_file_keeps_no_other_session_from_its_agent(serve: Any, tmp_path: Path) -> None:
+    async with serve(journal=Journal(tmp_path)) as served:
+        bad, good = await served.create(), await served.create()
+        await served.chat(good, [U])
+    damaged = tmp_path / f"{bad}{SUFFIX}"
+    damaged.write_bytes(damaged.read_bytes().replace(b"1", b"2"))
+    kept = damaged.read_bytes()
+    async with serve(journal=Journal(tmp_path)) as served:
+        assert served.store.restore() == 1
+        (said,) = served.store.damaged
+        assert str(damaged) in said
+        assert (await served.chat(good, [U, OK, T])).status_code == 200
+        found = await served.chat(bad, [U])
+        assert (found.status_code, "journal" in found.text) == (500, True)
+    assert damaged.read_bytes() == kept
+
+
+def test_a_journal_has_one_server(tmp_path: Path) -> None:
+    with Journal(tmp_path).held(), pytest.raises(RunError, match="another server"), Journal(tmp_path).held():
+        pass
+    with Journal(tmp_path).held():
+        pass
+
+
+async def test_a_session_that_comes_back_takes_a_place(serve: Any, tmp_path: Path) -> None:
+    async with serve(journal=Journal(tmp_path), max_sessions=1) as served:
+        first = await served.create()
+        first_answer = await served.http.post(f"/sessions/{first}/v1/responses", json={"input": "hello"})
+        second = await served.create()
+        body = {"input": "go on", "previous_response_id": first_answer.json()["id"]}
+        found = await served.http.post(f"/sessions/{first}/v1/responses", json=body)
+        assert found.status_code == 200, "and ids of answers come back with it"
+        assert [entry.key for entry in served.store.entries] == [first]
+        with served.store.using(first):
+            assert (await served.http.get(f"/sessions/{second}")).status_code == 503
+    async with serve(journal=Journal(tmp_path), max_sessions=1) as served:
+        assert (served.store.restore(), len(served.store)) == (2, 1)

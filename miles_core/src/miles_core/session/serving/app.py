@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -28,6 +29,8 @@ from miles_core.session.serving.running import ClientGone
 from miles_core.session.serving.store import SessionStore
 from miles_core.session.serving.turns import Turns, as_refused
 from miles_core.session.serving.wires import MESSAGES, WIRES
+
+_log = logging.getLogger(__name__)
 
 SESSION_HEADER = "x-session-id"
 
@@ -140,5 +143,9 @@ async def _life(store: SessionStore) -> AsyncIterator[None]:
 async def _sweep(store: SessionStore) -> None:
     while True:
         await asyncio.sleep(min(store.settings.idle_timeout_s / 4, 5.0))
-        store.sweep()
-        store.limit()
+        try:
+            store.sweep()
+            store.limit()
+        except OSError:
+            # A journal whose disk fails for a moment must not end the watch over time and memory for good.
+            _log.exception("sessions could not be closed; trying again")

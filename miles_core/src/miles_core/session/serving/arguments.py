@@ -7,6 +7,7 @@ A call's arguments are the text the model sampled. A protocol that shows the age
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,9 @@ def as_object(text: str) -> dict[str, Any]:
     if not text.strip():
         return {}
     try:
-        found = json.loads(text, parse_constant=_refuse)
+        found = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+        # Half a surrogate pair is JSON, but no text that an answer could carry.
+        json.dumps(found, ensure_ascii=False).encode()
     except (ValueError, RecursionError):
         return {RAW: text}
     return found if isinstance(found, dict) else {RAW: text}
@@ -39,6 +42,13 @@ def exact(call_id: str, value: Mapping[str, Any], calls: Mapping[str, Sequence[T
         if json.dumps(as_object(call.arguments), ensure_ascii=False) == spelled:
             return call.arguments
     return spelled
+
+
+def _finite(number: str) -> float:
+    found = float(number)
+    if not math.isfinite(found):
+        raise ValueError(f"{number} is beyond any float")
+    return found
 
 
 def _refuse(constant: str) -> None:

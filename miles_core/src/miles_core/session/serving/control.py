@@ -110,6 +110,8 @@ async def _delete(store: SessionStore, request: Request) -> Response:
 
 async def _samples(store: SessionStore, request: Request) -> Response:
     body = validated(CollectSamples, await read_object(request, store.settings.max_body_bytes))
+    if MISMATCH in body.metadata:
+        raise Refused(400, "the server alone says how rows differ", param=f"metadata.{MISMATCH}")
     picker = store.settings.picker if body.leaves is None else PICKERS[body.leaves]
     with store.using(request.path_params["key"]) as entry:
         found = assemble_all(entry.session, prompt_id=body.prompt_id, metadata=body.metadata, picker=picker)

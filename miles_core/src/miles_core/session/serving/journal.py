@@ -3,32 +3,39 @@
 A line is written, in one call, before its turn becomes history and before the client hears of it; what the process
 wrote outlives the process, so a `kill -9` loses no committed turn (a power cut may). Replaying a line commits the same
 ids, log-probs and routes through the same code. A last line without an end was being written when the process died:
-its turn was never history, and it is cut off.
+its turn was never history, and it is cut off. Every other line carries a checksum, since a changed byte can well spell
+other tokens.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import re
+import zlib
 from array import array
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from miles_core.errors import MilesError, SessionError
+from miles_core.errors import MilesError, RunError
 from miles_core.session.assembly import AnySession
 from miles_core.session.base import Prepared
 from miles_core.session.factory import SessionFactory
 from miles_core.session.generation import Output
+from miles_core.session.refusals import JournalDamaged
 from miles_core.session.row import TokenIds
 from miles_core.types import FinishReason, Message, SamplingParams, ToolCall
 
-FORMAT = 1
+FORMAT = 2
+_CHECK, _CHECK_SIZE = b',"crc32":"', len(b',"crc32":"00000000"}')
 SUFFIX = ".session.jsonl"
 _KEY = re.compile(r"[0-9a-f]{32}")
 _log = logging.getLogger(__name__)
@@ -42,6 +49,27 @@ class Journal:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         folder.mkdir(parents=True, exist_ok=True)
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """No other process writes to the folder meanwhile; the kernel lets go of it however this one ends.
+
+        Raises:
+            RunError: another server has it.
+        """
+        descriptor = os.open(self._folder, os.O_RDONLY)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise RunError(
+                    "another server writes to this journal, and two would mix their turns",
+                    where=str(self._folder),
+                    do="stop the other one, or name another folder",
+                ) from error
+            yield
+        finally:
+            os.close(descriptor)
 
     def sessions(self) -> list[str]:
         """Sessions with a file, the least recently written first."""
@@ -62,7 +90,7 @@ class Journal:
         """The session as it was, or None where the journal has none of that name.
 
         Raises:
-            SessionError: the file is damaged, or was written under another family or history.
+            JournalDamaged: the file is damaged, or was written under another family or history.
         """
         path = self._path(key) if _KEY.fullmatch(key) else None
         if path is None or not path.is_file():
@@ -70,21 +98,22 @@ class Journal:
         raw = path.read_bytes()
         whole = raw[: raw.rfind(b"\n") + 1]
         if len(whole) < len(raw):
+            _check_unfinished(path, raw[len(whole) :])
             os.truncate(path, len(whole))
         if not whole:
             path.unlink()
             return None
         try:
-            head, *lines = (json.loads(line) for line in whole.splitlines())
+            head, *lines = map(_checked, whole[:-1].split(b"\n"))
             if head["format"] != FORMAT:
                 raise ValueError(f"format {head['format']}, this server writes {FORMAT}")
             session = factory.open(key, _params(head["params"]))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
             raise _damaged(path, error) from error
         try:
             for line in lines:
                 _replay(session, line)
-        except (ValueError, KeyError, TypeError, IndexError, MilesError) as error:
+        except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError, MilesError) as error:
             session.close()
             raise _damaged(path, error) from error
         return session
@@ -95,7 +124,8 @@ class Journal:
         return self._folder / f"{key}{SUFFIX}"
 
     def _write(self, key: str, line: dict[str, Any], flags: int) -> None:
-        data = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode() + b"\n"
+        body = json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode()[:-1]
+        data = body + _CHECK + f'{zlib.crc32(body):08x}"}}\n'.encode()
         # Opened anew for each line: thousands of sessions would run out of file descriptors.
         descriptor = os.open(self._path(key), os.O_WRONLY | os.O_APPEND | flags, 0o600)
         try:
@@ -107,8 +137,27 @@ class Journal:
             os.close(descriptor)
 
 
-def _damaged(path: Path, error: Exception) -> SessionError:
-    return SessionError(
+def _checked(line: bytes) -> dict[str, Any]:
+    body, check = line[:-_CHECK_SIZE], line[-_CHECK_SIZE:]
+    found = json.loads(line)
+    if check != _CHECK + f'{zlib.crc32(body):08x}"}}'.encode():
+        raise ValueError("a line is not what was written: its checksum differs")
+    if not isinstance(found, dict):
+        raise TypeError("a line is no object")
+    return found
+
+
+def _check_unfinished(path: Path, rest: bytes) -> None:
+    """What stands behind the last line's end may be the beginning of a line, but no whole one with a wrong end."""
+    end = rest.rfind(_CHECK) + _CHECK_SIZE
+    if _CHECK_SIZE <= end < len(rest):
+        with contextlib.suppress(ValueError, TypeError, RecursionError):
+            _checked(rest[:end])
+            raise _damaged(path, ValueError("a line is followed by something else than a new line"))
+
+
+def _damaged(path: Path, error: Exception) -> JournalDamaged:
+    return JournalDamaged(
         "the journal of a session cannot be read",
         found=f"{type(error).__name__}: {error}",
         where=str(path),

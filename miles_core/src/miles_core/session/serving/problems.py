@@ -6,7 +6,15 @@ from typing import Any
 
 from miles_core.errors import ContractError, DataError, EngineError, MilesError, PluginError, SessionError
 from miles_core.session.matching import MatcherError
-from miles_core.session.refusals import ContextFull, SessionBusy, SessionClosed, StaleTurn, TurnCut, UnknownSession
+from miles_core.session.refusals import (
+    ContextFull,
+    JournalDamaged,
+    SessionBusy,
+    SessionClosed,
+    StaleTurn,
+    TurnCut,
+    UnknownSession,
+)
 
 CONTEXT_CODE = "context_length_exceeded"
 """The code agents look for to compact their history; OpenAI's word."""
@@ -45,6 +53,7 @@ _STATUS: tuple[tuple[type[MilesError], int], ...] = (
     (StaleTurn, 409),
     (TurnCut, 409),
     (MatcherError, 500),
+    (JournalDamaged, 500),
     (SessionError, 400),
     (DataError, 400),
     (EngineError, 502),

@@ -115,10 +115,11 @@ def read(body: Mapping[str, Any], entry: Entry) -> Asked:
 
 def _history(response_id: str, entry: Entry) -> tuple[Message, ...]:
     """The conversation up to and with an earlier answer of this session."""
-    turn = entry.answers.get(response_id)
-    if turn is None or turn >= len(entry.session.turns):
-        raise Refused(400, "no turn of this session answered with that id", param="previous_response_id")
-    return entry.session.messages_to(turn)
+    # The id itself says which turn it was, so that it outlives the process as the turn does.
+    for at, turn in enumerate(entry.session.turns):
+        if response_id.startswith(f"{PREFIX}{entry.key}-{turn.generation}-"):
+            return entry.session.messages_to(at)
+    raise Refused(400, "no turn of this session answered with that id", param="previous_response_id")
 
 
 def _tool(tool: Item, at: str) -> Item:
@@ -149,7 +150,8 @@ def _item(raw: Any, at: str) -> tuple[Message, ...]:
         text = text_of(_parts(output, f"{at}.output"), f"{at}.output")
         return (Message(role="tool", content=text, tool_call_id=_string(raw, "call_id", at)),)
     if kind == "reasoning":
-        texts = [_string(part, "text", at) for part in _parts(raw.get("content") or [], f"{at}.content")]
+        content = _parts(raw.get("content"), f"{at}.content") or []
+        texts = [content] if isinstance(content, str) else [_string(part, "text", at) for part in content]
         return (Message(role="assistant", reasoning="".join(texts) or None),)
     raise Refused(400, f"unknown kind of item {kind!r:.40}", param=f"{at}.type")
 

@@ -23,13 +23,14 @@ class TurnTask:
     def __init__(self, session: Session, prepared: Prepared, *, listens: bool) -> None:
         self._session = session
         self._queue: asyncio.Queue[Delta | None] = asyncio.Queue()
-        session.reserved += 1
+        self._generation = prepared.generation
+        session.reserved.add(prepared.generation)
         self.task = asyncio.create_task(session.run(prepared, self._queue.put_nowait if listens else None))
         self.task.add_done_callback(self._ended)
 
     def _ended(self, task: asyncio.Task[Completion]) -> None:
         # Here and not in the coroutine: a task cancelled before its first step never runs a line of it.
-        self._session.reserved -= 1
+        self._session.reserved.discard(self._generation)
         self._session.abandoned = task.cancelled()
         self._queue.put_nowait(None)
 

@@ -15,7 +15,7 @@ from functools import partial
 
 from miles_core.session.assembly import AnySession
 from miles_core.session.factory import SessionFactory
-from miles_core.session.refusals import UnknownSession
+from miles_core.session.refusals import JournalDamaged, UnknownSession
 from miles_core.session.serving.journal import Journal
 from miles_core.session.serving.metrics import ServerMetrics
 from miles_core.session.serving.problems import Refused
@@ -43,17 +43,10 @@ class Entry:
     """By protocol."""
     overridden: dict[str, object] = field(default_factory=dict)
     """Sampling fields the agent set in vain, with the value it asked for last."""
-    answers: dict[str, int] = field(default_factory=dict)
-    """Id of an answer -> its turn, for protocols that refer to answers."""
     users: int = 0
     """Requests being served; above 0, no limit closes the session."""
     owned: bool = False
     """Opened by a run, which closes it."""
-
-    def answered(self, answer_id: str, turn: int) -> None:
-        """Remember which turn an answer was; a retried turn's number is that of its successor."""
-        self.answers = {name: number for name, number in self.answers.items() if number < turn}
-        self.answers[answer_id] = turn
 
 
 class SessionStore:
@@ -74,6 +67,8 @@ class SessionStore:
         self._journal, self._clock = journal, clock
         self._entries: OrderedDict[str, Entry] = OrderedDict()
         """Least recently used first."""
+        self.damaged: list[str] = []
+        """What `restore` could not read, and why; a request for such a session is refused with the same words."""
         self._gone: OrderedDict[str, str] = OrderedDict()
 
     def __len__(self) -> int:
@@ -119,8 +114,14 @@ class SessionStore:
         self._forget_old()
 
     def restore(self) -> int:
-        """Open every session of the journal again; how many there are."""
-        found = 0 if self._journal is None else sum(self._restored(key) is not None for key in self._journal.sessions())
+        """Open the sessions of the journal again, the latest as far as the limits allow; how many can be had."""
+        found = 0
+        for key in () if self._journal is None else self._journal.sessions():
+            try:
+                found += self._restored(key) is not None
+            except JournalDamaged as error:
+                # One bad file must not keep the other sessions from their agents.
+                self.damaged.append(str(error))
         self.limit()
         return found
 
@@ -128,7 +129,9 @@ class SessionStore:
         """An open session.
 
         Raises:
-            Refused: 410 where it was closed, with the reason; 404 where none ever was.
+            Refused: 410 where it was closed, with the reason; 404 where none ever was; 503 where it waits in the
+                journal while all places are in use.
+            JournalDamaged: the journal has it and cannot be read.
         """
         entry = self._entries.get(key) or self._restored(key)
         if entry is None:
@@ -230,6 +233,11 @@ class SessionStore:
         session = self._journal.load(key, self.factory)
         if session is None:
             return None
+        try:
+            self._make_room()
+        except Refused:
+            session.close()
+            raise
         session.on_commit = partial(self._journal.append, key)
         self.metrics.add("miles_sessions_created_total")
         return self._enter(Entry(key=key, session=session, created=time.time(), last_used=self._clock()))

@@ -51,7 +51,6 @@ class Turns:
                 source = self._stream(entry, turn, len(prepared.prompt_ids), reply, protocol, started)
                 return EventStream(source, turn.task.cancel, on_gone=self._client_gone, on_close=release.close)
             completion = await while_connected(request.receive, turn.result())
-            entry.answered(reply.response_id, completion.turn)
             self._count(completion, protocol, started)
             return Json(protocol.whole(completion, reply, self._logprobs(entry, completion, asked)))
         except ClientGone:
@@ -64,7 +63,11 @@ class Turns:
         """Tokens of the prompt that the request would be; nothing is sampled. Raises as `serve`."""
         body = await read_object(request, self._store.settings.max_body_bytes)
         with self._store.using(key) as entry:
-            return len(self._prepared(entry, protocol.read(body, entry)).prompt_ids)
+            overflow = entry.session.overflow
+            try:
+                return len(self._prepared(entry, protocol.read(body, entry)).prompt_ids)
+            finally:
+                entry.session.overflow = overflow  # nobody asked for a turn, so none failed to fit
 
     # --- private ------------------------------------------------------------------------------------------------------
 
@@ -104,7 +107,6 @@ class Turns:
                 yield self._event(each, protocol)
             async for piece in events:
                 if isinstance(piece, Completion):
-                    entry.answered(reply.response_id, piece.turn)
                     self._count(piece, protocol, started)
                     written = writer.end(piece, self._logprobs(entry, piece, reply.asked))
                 else:
