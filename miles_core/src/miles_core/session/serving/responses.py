@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from pydantic import Field
 
 from miles_core.kinds.environment import Completion
 from miles_core.kinds.tito_family import Delta
+from miles_core.session.linear import Turn
 from miles_core.session.serving.asked import Asked
 from miles_core.session.serving.chat import text_of
 from miles_core.session.serving.fields import OWNED, Fields, anything, check_extra, empty, number, only, validated
@@ -19,6 +20,7 @@ from miles_core.session.serving.problems import Refused
 from miles_core.session.serving.protocol import Event, Reply
 from miles_core.session.serving.store import Entry
 from miles_core.session.serving.transcript import Transcript
+from miles_core.session.tree import Node
 from miles_core.types import FinishReason, Message, ToolCall
 
 Item = dict[str, Any]
@@ -116,7 +118,8 @@ def read(body: Mapping[str, Any], entry: Entry) -> Asked:
 def _history(response_id: str, entry: Entry) -> tuple[Message, ...]:
     """The conversation up to and with an earlier answer of this session."""
     # The id itself says which turn it was, so that it outlives the process as the turn does.
-    for at, turn in enumerate(entry.session.turns):
+    turns: Sequence[Turn | Node] = entry.session.turns
+    for at, turn in enumerate(turns):
         if response_id.startswith(f"{PREFIX}{entry.key}-{turn.generation}-"):
             return entry.session.messages_to(at)
     raise Refused(400, "no turn of this session answered with that id", param="previous_response_id")
