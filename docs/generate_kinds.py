@@ -18,7 +18,7 @@ from miles_core.capability import KINDS
 from miles_core.cli.new import create
 from miles_core.known import KNOWN
 from miles_core.registry import CORE, FUNCTION_KINDS, discover
-from miles_core.signatures import CONSTRUCTED_WITH
+from miles_core.signatures import CONSTRUCTED_WITH, OBJECT_KINDS
 
 DOCS = Path(__file__).parent
 SOURCE = DOCS.parent / "miles_core" / "src" / "miles_core"
@@ -75,6 +75,11 @@ You need no plugin for one of your own: `filters: [mine.py:keep]` names a functi
 A data buffer holds finished groups between a rollout that never stops and a trainer that takes batches. Write one to
 hand groups out in another order, or to keep them elsewhere. Failures and filters are judged when a group is put in,
 its age when it is taken; a put that waits holds the rollout back.""",
+    "architecture": """\
+An architecture is a table: one row for each parameter of Megatron, with the tensors of a Hugging Face checkpoint that
+make it and their layout. Backend `megatron` reads, cuts, trains and exports any model by it, and needs no code of ours.
+The checkpoint picks it: a capability called `acme-for-causal-lm` is used for every folder whose config.json names
+`AcmeForCausalLM`. An installed table goes before a built-in one.""",
     "precision": """\
 A precision quantises exported weights exactly as an engine will, and both sides ask it which tensors to skip. No
 section of a run-file reads this kind in this release; the protocol and the kit are there so that formats can be
@@ -121,7 +126,9 @@ def _facts(kind: str) -> str:
     row = KINDS[kind]
     how_many = "any number" if row.many else "one"
     where = f"`{row.section}`, {how_many}" if row.section else "nowhere in this release"
-    if kind in FUNCTION_KINDS:
+    if kind in OBJECT_KINDS:
+        where, load = "nowhere; the checkpoint picks it", "an object with the attributes of the protocol"
+    elif kind in FUNCTION_KINDS:
         load = "a function" + (", or `module:function` or `file.py:function` written in the run-file")
     else:
         load = f"a class, created with `({', '.join(CONSTRUCTED_WITH[kind])})`"

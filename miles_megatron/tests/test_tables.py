@@ -41,13 +41,13 @@ def test_names_are_found_in_both_directions() -> None:
 
 def test_a_named_table_is_used_and_a_wrong_one_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place = scenarios.Place(0, 1, model.parent, "cpu")
-    made = place.make("llama", architecture=f"{__name__}:MINE")
+    made = place.make("llama", changes={"architecture": f"{__name__}:MINE"})
     exported = weights(made)
     made.close()
     for name, tensor in load_file(model / "model.safetensors").items():
         assert torch.equal(exported[name], tensor), name
     with pytest.raises(ConfigError, match="does not map this checkpoint"):
-        place.make("llama", architecture=f"{__name__}:ANOTHERS")
+        place.make("llama", changes={"architecture": f"{__name__}:ANOTHERS"})
 
 
 def test_an_unmapped_architecture_is_refused(model: Path) -> None:

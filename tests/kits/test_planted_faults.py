@@ -29,7 +29,7 @@ Failures = dict[str, dict[str, str]]
 """Class ("file::Class") to test to message."""
 
 
-HEAVY = {"backend", "engine"}
+HEAVY = {"architecture", "backend", "engine"}
 """Kits that load models: every day only the tests that must fail are run, under `-m slow` all of them."""
 
 LIGHT = [path for path in FAULTS if path.stem not in HEAVY]

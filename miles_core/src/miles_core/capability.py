@@ -6,6 +6,7 @@ pydantic. The registry stamps the kind and the distribution; a capability does n
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
@@ -122,12 +123,20 @@ KINDS: dict[str, Kind] = {
             False,
             "holds finished groups between rollout and trainer",
         ),
+        Kind("architecture", "miles_architectures", None, False, "maps a checkpoint's tensors to backend megatron"),
         Kind("precision", "miles_precisions", None, False, "quantises weights for an engine"),
         Kind("executor", "miles_executors", "executor", False, "places trainer ranks and engines"),
         Kind("tracker", "miles_trackers", "tracking.trackers", True, "receives metrics"),
         Kind("recipe", "miles_recipes", None, False, "a complete job shape"),
     )
 }
+
+
+def architecture_name(model_class: str) -> str:
+    """Name of an architecture's capability: ``Qwen3MoeForCausalLM`` is ``qwen3-moe-for-causal-lm``."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_", "-", model_class)
+    return words.lower()
+
 
 TAGS: dict[str, str] = {
     # engine

@@ -127,6 +127,15 @@ def miles_backends() -> Iterable[Capability]:
 
 
 @hookspec
+def miles_architectures() -> Iterable[Capability]:
+    """Map checkpoints of one architecture to backend `megatron`. One per run, found by the checkpoint.
+
+    `load`: an object, see `kinds.architecture.Architecture`. Its name is the class in config.json's `architectures`,
+    as `capability.architecture_name` writes it; nothing in a run-file names it.
+    """
+
+
+@hookspec
 def miles_precisions() -> Iterable[Capability]:
     """Quantise exported weights exactly as an engine does. One per run.
 

@@ -25,7 +25,10 @@ CONSTRUCTED_WITH: dict[str, tuple[str, ...]] = {
     "tracker": ("options", "run_dir", "run_name", "config"),
     "recipe": ("options",),
 }
-"""Positional arguments of the constructor for each class kind; the other kinds are functions."""
+"""Positional arguments of the constructor for each class kind; the other kinds are objects or functions."""
+
+OBJECT_KINDS = frozenset({"architecture"})
+"""Kinds whose `load` is a plain object."""
 
 
 def protocol_of(kind: str) -> type:
@@ -51,6 +54,11 @@ def faults(kind: str, target: Any, option_names: Iterable[str] = ()) -> list[str
     protocol = protocol_of(kind)
     if kind in CONSTRUCTED_WITH:
         return _class_faults(kind, protocol, target)
+    if kind in OBJECT_KINDS:
+        if isinstance(target, type):
+            return [f"{kind} must be an object, found the class {target.__name__}"]
+        wanted = [name for name, value in vars(protocol).items() if isinstance(value, property)]
+        return [f"has no attribute `{name}`" for name in wanted if not hasattr(target, name)]
     if not callable(target) or isinstance(target, type):
         return [f"{kind} must be a function, found {target!r}"]
     wanted = _parameters(protocol.__call__)

@@ -16,7 +16,7 @@ def table_for(folder: ModelFolder, named: str | None = None) -> Table:
     """The table whose `model_types` name the folder's.
 
     Args:
-        named: ``module:attribute`` of a table to take instead of the built-in ones.
+        named: ``module:attribute`` of the table that a plugin brings; it goes before the built-in ones.
 
     Raises:
         ConfigError: there is none, or the named one is of other checkpoints.
@@ -27,11 +27,11 @@ def table_for(folder: ModelFolder, named: str | None = None) -> Table:
         architecture = load_target(named)
         if not isinstance(architecture, Architecture) or model_type not in architecture.model_types:
             raise ConfigError(
-                "the named table does not map this checkpoint",
+                "the plugin's table does not map this checkpoint",
                 expected=f"an Architecture for {model_type!r}",
                 found=f"{type(architecture).__name__} for {getattr(architecture, 'model_types', ())}",
-                where="backend.architecture",
-                do="name another, or leave it out",
+                where=named,
+                do="mend model_types of the table, or the name under which its plugin offers it",
             )
         return Table(architecture)
     for architecture in BUILT_IN:
@@ -42,5 +42,5 @@ def table_for(folder: ModelFolder, named: str | None = None) -> Table:
         expected="one of " + ", ".join(sorted(name for each in BUILT_IN for name in each.model_types)),
         found=model_type,
         where=str(folder.path),
-        do="use backend fsdp, or write a table and name it in backend.architecture",
+        do="use backend fsdp, or write a table: miles plugins new architecture NAME",
     )

@@ -35,8 +35,6 @@ class MegatronOptions(BaseModel):
     """Recompute decoder layers in the backward pass: about a third more time, far less activation memory."""
     recompute_layers: PositiveInt = 1
     """Layers recomputed from one kept activation; read when recompute is full."""
-    architecture: str | None = None
-    """Table of an architecture that comes without one, as ``module:attribute`` (an `Architecture` of tables)."""
     param_dtype: Literal["checkpoint", "float32", "bfloat16"] = "checkpoint"
     """Dtype of forward and backward; checkpoint is the model folder's own, in which engines sample too. Master
     weights, summed gradients and optimizer state are float32."""
@@ -48,3 +46,9 @@ class MegatronOptions(BaseModel):
     """MiB of one exported weight bucket at most."""
     export_dtype: Literal["checkpoint", "float32", "bfloat16", "float16"] = "checkpoint"
     """Dtype of exported floating-point weights; checkpoint keeps each tensor's own."""
+
+    def on_one_rank(self) -> MegatronOptions:
+        """These options for one rank alone; a checkpoint is the same under any layout."""
+        sizes = ("tensor", "pipeline", "context", "expert", "expert_tensor")
+        alone = dict.fromkeys((f"{name}_parallel" for name in sizes), 1)
+        return self.model_copy(update={**alone, "virtual_pipeline": 1, "sequence_parallel": False})

@@ -39,7 +39,7 @@ class Setup:
         self._device = torch.device(context.device)
         self.layout = layout_of(options, context.world_size)
         self._folder = open_folder(context.model_path)
-        self._table = table_for(self._folder, options.architecture)
+        self._table = table_for(self._folder, context.architecture)
         self.shape = self._table.architecture.describe(Fields(self._folder.config))
         check_fits(self.shape, self.layout, options)
         self._check_routes()

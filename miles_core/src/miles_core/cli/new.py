@@ -20,10 +20,17 @@ from miles_core import __version__
 from miles_core.capability import API, KINDS
 from miles_core.errors import PluginError
 from miles_core.registry import FUNCTION_KINDS, Registry, discover
+from miles_core.signatures import OBJECT_KINDS
 
 _NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-_EXTRA = {"backend": ("transformers>=5.0",), "engine": ("transformers>=5.0",)}
+_EXTRA = {
+    "architecture": ("miles-megatron>=0.1,<0.2", "transformers>=5.0"),
+    "backend": ("transformers>=5.0",),
+    "engine": ("transformers>=5.0",),
+}
 """What the scaffold of a kind needs beside the core."""
+
+_CLAIMED = "# Nothing: the checkpoint's config.json picks it."
 
 
 @click.command("new")
@@ -110,8 +117,9 @@ def _values(kind: str, name: str) -> dict[str, str]:
         "options_class": f"{camel}Options",
         "options_fields": options,
         "package": package,
-        "run_file": _run_file(section, name, KINDS[kind].many),
-        "target": function if kind in FUNCTION_KINDS else cls,
+        "run_file": _CLAIMED if kind in OBJECT_KINDS else _run_file(section, name, KINDS[kind].many),
+        "table": snake.upper(),
+        "target": function if kind in FUNCTION_KINDS else snake.upper() if kind in OBJECT_KINDS else cls,
         "what": KINDS[kind].summary,
     }
 

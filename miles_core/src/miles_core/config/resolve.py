@@ -6,7 +6,7 @@ would read it are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,6 +53,8 @@ class ResolvedRun:
     """No `tito_family` when the run-file leaves it to the checkpoint."""
     many: dict[str, tuple[Resolved, ...]]
     """In the order of the run-file; `reward` lines up with `spec.rewards`."""
+    architectures: Mapping[str, str] = field(default_factory=dict)
+    """`load` of every architecture that a plugin brings, by name; the checkpoint picks."""
 
 
 @dataclass(slots=True)
@@ -102,7 +104,10 @@ def check_run(source: Source, registry: Registry, *, files: bool = True) -> tupl
             many[entry.kind] = (*many[entry.kind], _resolved(entry, options))
     if spec.tracking.trackers is None:
         many["tracker"] = _default_trackers(registry)
-    return ResolvedRun(spec=spec, one=one, many=many), []
+    architectures = {
+        entry.name: entry.capability.load for entry in registry.entries("architecture") if entry.state is State.OK
+    }
+    return ResolvedRun(spec=spec, one=one, many=many, architectures=architectures), []
 
 
 def resolve(source: Source, registry: Registry) -> ResolvedRun:

@@ -255,6 +255,9 @@ def _checkpoint(directory: RunDir, recorder: Recorder) -> checkpoint.Checkpoint 
 async def _restore(run: Run, found: checkpoint.Checkpoint) -> None:
     with waiting("driver", on=f"loading {found.path}"):
         await run.trainer.load(found.backend_dir)
+    if found.step == 0:  # `miles convert` wrote it: weights, and no step that anything else would remember
+        run.recorder.event("resume", step=0, checkpoint=str(found.path))
+        return
     run.stream.restore(found.state["stream"])
     run.alarm.restore(found.state["alarm"])
     run.start_step = run.saved_step = run.trained_step = found.step

@@ -126,6 +126,7 @@ class _Check:
             optimizer=replace(spec.optimizer, lr=1e-2, total_steps=4),
             loss=spec.loss,
             reference=False,
+            architecture=spec.architecture,
         )
         backend = load_target(spec.load)(spec.options, context)
         try:

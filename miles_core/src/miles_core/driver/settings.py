@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Literal
 
+from miles_core.capability import architecture_name
+from miles_core.config.model_folder import ModelFolderError, read_model_folder
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.kinds.backend import LossSettings, OptimizerSettings
 from miles_core.kinds.executor import EngineSpec, TrainerSpec
@@ -39,7 +41,17 @@ def trainer_spec(run: ResolvedRun, device: Device) -> TrainerSpec:
         reference=spec.objective.kl_coef > 0,
         routes=spec.rollout.routes,
         true_on_policy=spec.precision.true_on_policy,
+        architecture=_architecture(run),
     )
+
+
+def _architecture(run: ResolvedRun) -> str | None:
+    """The table that an installed plugin has for the checkpoint, by the class that its config.json names."""
+    try:
+        model_class = read_model_folder(Path(run.spec.model.path)).architecture
+    except ModelFolderError:
+        return None  # the backend says what is wrong with the folder
+    return run.architectures.get(architecture_name(model_class))
 
 
 def engine_spec(run: ResolvedRun, device: Device, logs: Path | None = None) -> EngineSpec:

@@ -84,6 +84,7 @@ class RankHost:
             reference=spec.reference,
             routes=spec.routes,
             true_on_policy=spec.true_on_policy,
+            architecture=spec.architecture,
         )
         with located(self.where, "starting the backend"):
             self._backend: Backend = load_target(spec.load)(spec.options, context)

@@ -62,6 +62,8 @@ class BackendContext:
     also replay them (tag `replays-routes`). Anything but off needs a model with MoE layers."""
     true_on_policy: bool = False
     """Compute the log-probs that the engine sampled with, bit for bit (tag `true-on-policy`)."""
+    architecture: str | None = None
+    """``module:attribute`` of the table that a plugin brings for this checkpoint (`kinds.architecture`), if any."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +98,9 @@ class Backend(Protocol):
 
     Each rank is handed the whole update's batch and takes its own share, so that splitting is the backend's business
     and the gradient is that of ``sum(token_weights * per_token_loss)`` whatever the ranks and micro-batches.
+
+    Options that need several ranks have a method ``on_one_rank()``, which returns them without what does: checkpoints
+    are converted in one process, whatever layout the run has.
     """
 
     def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32:

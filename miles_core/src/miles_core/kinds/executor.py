@@ -30,6 +30,8 @@ class TrainerSpec:
     reference: bool
     routes: RouteMode = "off"
     true_on_policy: bool = False
+    architecture: str | None = None
+    """See `BackendContext.architecture`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

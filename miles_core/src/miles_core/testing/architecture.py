@@ -1,0 +1,153 @@
+"""Conformance kit for architectures: the table computes what transformers does, and loses no bit under any layout.
+
+class TestMine(ArchitectureConformance):
+    load = "acme.architecture:ACME"
+    @classmethod
+    def make_model(cls, folder): AcmeForCausalLM(tiny_config).save_pretrained(folder)
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+
+from miles_core.kinds.backend import Backend, BackendContext, LossSettings, OptimizerSettings
+from miles_core.registry import discover, load_target
+from miles_core.testing.backend import weights
+from miles_core.testing.backend_oracle import SURROGATE, example_batch, expected_update
+
+WORLD = 2
+LIMIT_S = 240.0
+Layouts = Mapping[str, Mapping[str, Any]]
+DENSE: Layouts = {
+    "tensor": {"tensor_parallel": 2, "sequence_parallel": True},
+    "pipeline": {"pipeline_parallel": 2, "virtual_pipeline": 2},
+}
+SPARSE: Layouts = {
+    **DENSE,
+    "expert": {"expert_parallel": 2},
+    "expert tensor": {"tensor_parallel": 2, "sequence_parallel": True, "expert_tensor_parallel": 2},
+}
+
+
+class ArchitectureConformance:
+    """Subclass it, name the table, and say how to write a model; needs miles-megatron."""
+
+    load: ClassVar[str]
+    """``module:attribute`` of the table."""
+    layouts: ClassVar[Layouts] = DENSE
+    """Options of backend `megatron` for two ranks; `SPARSE` for a mixture of experts."""
+    tolerance: ClassVar[float] = 1e-4
+    """Of a log-prob, against transformers in float64."""
+
+    @classmethod
+    def make_model(cls, folder: Path) -> None:
+        """Write config.json and model.safetensors of a random model in float32.
+
+        Four layers, an even number of key-value heads, 270 tokens or more, and no weight left at 0 or 1: a tensor that
+        changes places with its neighbour must show.
+        """
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def model_path(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
+        folder = tmp_path_factory.mktemp("model")
+        cls.make_model(folder)
+        return folder
+
+    def test_log_probs_are_those_of_transformers(self, model_path: Path) -> None:
+        batch = example_batch(np.random.default_rng(7), (7, 2, 19, 12))
+        backend = make_backend(self.load, model_path)
+        found = backend.log_probs(batch)
+        backend.close()
+        expected = expected_update(model_path, batch, _LOSS).logprobs
+        worst = float(np.abs(found - expected).max())
+        assert worst < self.tolerance, f"log-probs differ from those of transformers by {worst:.1e}"
+
+    def test_every_tensor_comes_back_bit_for_bit(self, model_path: Path) -> None:
+        backend = make_backend(self.load, model_path)
+        found = weights(backend)
+        backend.close()
+        assert not changed(self.load, model_path, found), "a tensor was lost or changed"
+
+    def test_every_tensor_comes_back_from_two_ranks(self, model_path: Path, tmp_path: Path) -> None:
+        arguments = (str(tmp_path), self.load, str(model_path), dict(self.layouts))
+        ranks: Any = torch.multiprocessing.start_processes(  # type: ignore[attr-defined, no-untyped-call]
+            _rank, args=arguments, nprocs=WORLD, join=False, start_method="spawn"
+        )
+        try:
+            assert ranks.join(timeout=LIMIT_S) or ranks.join(timeout=LIMIT_S), "two ranks hang"
+        finally:
+            for process in ranks.processes:
+                process.kill()
+        for rank in range(WORLD):
+            found = json.loads((tmp_path / f"rank-{rank}.json").read_text())
+            assert found == {name: [] for name in self.layouts}, f"rank {rank}: a tensor was lost or changed: {found}"
+
+
+def make_backend(load: str, model_path: Path, *, rank: int = 0, world: int = 1, **options: Any) -> Backend:
+    """One rank of backend `megatron` that maps the checkpoint by the table, computing in float32 on the CPU."""
+    capability = discover().get("backend", "megatron").capability
+    assert capability.options is not None
+    settings = load_target(capability.options)(param_dtype="float32", bucket_mib=1, **options)
+    context = BackendContext(
+        model_path=str(model_path),
+        device="cpu",
+        rank=rank,
+        world_size=world,
+        seed=0,
+        optimizer=_OPTIMIZER,
+        loss=_LOSS,
+        reference=False,
+        architecture=load,
+    )
+    backend: Backend = load_target(capability.load)(settings, context)
+    return backend
+
+
+def changed(load: str, model_path: Path, found: Mapping[str, Tensor]) -> list[str]:
+    """Names of tensors that are not in the export as they are in the folder, and of ones that came from nowhere."""
+    left_out = [re.compile(pattern) for pattern in load_target(load).left_out]
+    files = [load_file(file) for file in sorted(model_path.glob("*.safetensors"))]
+    wanted = {name: tensor for file in files for name, tensor in file.items()}
+    wanted = {name: tensor for name, tensor in wanted.items() if not any(p.fullmatch(name) for p in left_out)}
+    same = {name for name in wanted.keys() & found.keys() if torch.equal(wanted[name], found[name].cpu())}
+    return sorted((wanted.keys() | found.keys()) - same)
+
+
+def _rank(rank: int, folder: str, load: str, model_path: str, layouts: Layouts) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=WORLD)
+    outcome = {}
+    for name, options in layouts.items():
+        backend = make_backend(load, Path(model_path), rank=rank, world=WORLD, **options)
+        outcome[name] = changed(load, Path(model_path), weights(backend))
+        backend.close()
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(outcome))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+_LOSS = LossSettings(load=SURROGATE)
+_OPTIMIZER = OptimizerSettings(
+    lr=1e-3,
+    betas=(0.9, 0.95),
+    eps=1e-8,
+    weight_decay=0.0,
+    schedule="constant",
+    warmup_steps=0,
+    min_lr_ratio=0.0,
+    total_steps=1,
+    clip_grad_norm=None,
+)

@@ -1,0 +1,84 @@
+"""A plugin's table reaches every rank through the driver, picked by the checkpoint and by nothing in the run-file."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import miles_megatron.start  # noqa: F401
+from miles_core.capability import Capability, State, architecture_name
+from miles_core.config.load import parse
+from miles_core.config.resolve import resolve
+from miles_core.driver.settings import trainer_spec
+from miles_core.errors import ConfigError
+from miles_core.executors.rank import RankHost
+from miles_core.registry import Entry, Registry, discover
+from miles_core.testing.tiny import make_tiny_model
+from miles_megatron.architectures.dense import LLAMA
+
+MISTRAL = replace(LLAMA, model_types=("mistral",))
+OFFERED = Entry(
+    kind="architecture",
+    capability=Capability(name="mistral-for-causal-lm", summary="of a plugin", load=f"{__name__}:MISTRAL"),
+    distribution="acme-miles",
+    version="1",
+    plugin="acme",
+)
+
+
+@pytest.mark.parametrize(
+    ("model_class", "name"),
+    [
+        ("LlamaForCausalLM", "llama-for-causal-lm"),
+        ("Qwen3MoeForCausalLM", "qwen3-moe-for-causal-lm"),
+        ("SmolLM3ForCausalLM", "smol-lm3-for-causal-lm"),
+        ("GPTNeoXForCausalLM", "gpt-neo-x-for-causal-lm"),
+    ],
+)
+def test_names_are_the_model_classes_in_words(model_class: str, name: str) -> None:
+    assert architecture_name(model_class) == name
+
+
+@pytest.fixture
+def run_file(tmp_path: Path) -> str:
+    model = make_tiny_model(tmp_path / "model", architecture="llama", layers=4, context=64)
+    config = json.loads((model / "config.json").read_text())
+    config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(config))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "one", "label": "1"}\n')
+    (tmp_path / "reward.py").write_text("def score(scored):\n    return 0.0\n")
+    return f"""
+name: tiny
+model: {{path: {model}}}
+data: {{train: {tmp_path}/rows.jsonl}}
+rewards: ['{tmp_path}/reward.py:score']
+schedule: {{steps: 1, groups_per_step: 1, group_size: 2}}
+backend: {{use: megatron}}
+"""
+
+
+def spec_of(run_file: str, *entries: Entry) -> Any:
+    installed = discover()
+    registry = Registry(installed.plugins, (*installed.capabilities, *entries), installed.warnings)
+    return trainer_spec(resolve(parse(run_file), registry), "cpu")
+
+
+def test_the_backend_starts_with_the_table_that_the_checkpoint_picks(run_file: str) -> None:
+    spec = spec_of(run_file, OFFERED)
+    assert spec.architecture == f"{__name__}:MISTRAL"
+    host = RankHost(spec, rank=0, device="cpu")
+    host.run("close")
+
+
+@pytest.mark.parametrize(
+    "entries", [(), (replace(OFFERED, state=State.DISABLED),), (replace(OFFERED, state=State.CONFLICT),)]
+)
+def test_without_a_usable_table_the_backend_says_how_to_write_one(run_file: str, entries: tuple[Entry, ...]) -> None:
+    spec = spec_of(run_file, *entries)
+    assert spec.architecture is None
+    with pytest.raises(ConfigError, match="no table maps"):
+        RankHost(spec, rank=0, device="cpu")
