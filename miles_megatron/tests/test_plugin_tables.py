@@ -45,7 +45,7 @@ def test_names_are_the_model_classes_in_words(model_class: str, name: str) -> No
 
 @pytest.fixture
 def run_file(tmp_path: Path) -> str:
-    model = make_tiny_model(tmp_path / "model", architecture="llama", layers=4, context=64)
+    model = make_tiny_model(tmp_path / "model", architecture="llama", layers=4)
     config = json.loads((model / "config.json").read_text())
     config |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
     (model / "config.json").write_text(json.dumps(config))
