@@ -115,7 +115,7 @@ def train(folder: Path, path: Path, deadline: float) -> None:
         figures = "  ".join(
             f"{key.removeprefix('contract/')} {line[key]:.3g}" for key in keys if line.get(key) is not None
         )
-        print(f"step {line['step']}  reward {line.get('reward/mean', float('nan')):.3f}  {figures}", flush=True)
+        print(f"step {line['step']}  reward {line.get('rollout/reward_mean', float('nan')):.3f}  {figures}", flush=True)
     if timings:
         print("timings of the last steps:", json.dumps(timings[-2:]), flush=True)
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()] if metrics else []

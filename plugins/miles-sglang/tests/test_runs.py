@@ -25,6 +25,9 @@ def score(scored):
     return sum(c.islower() for c in text) / max(len(text), 1)
 """
 
+DEADLINE_S = 900
+"""A run that takes longer hangs. It starts a server, or two in turn, and a busy machine needs minutes for one."""
+
 
 class Job:
     """A run in a process of its own, over servers it starts."""
@@ -61,13 +64,20 @@ class Job:
                 env=env,
             )
 
-    def wait(self, timeout_s: float = 400) -> None:
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """A test that failed leaves no run; the guards of its servers end those."""
+        self.process.kill()
+        self.process.wait()
+
+    def wait(self) -> None:
         try:
-            code = self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            raise
-        assert code == 0, self.output()
+            code = self.process.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"the run hangs: {self.output()[-3000:]}") from error
+        assert code == 0, self.output()[-3000:]
 
     def output(self) -> str:
         return self._output.read_text()
@@ -90,25 +100,29 @@ def check(job: Job, steps: int) -> None:
         assert line["contract/logprobs/abs_diff_mean"] < 1e-5, "engine and trainer disagree in float32"
 
 
+def still_there(word: str) -> list[list[str]]:
+    """Command lines of processes that name `word`."""
+    found = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    return [line for line in found if any(word in part for part in line)]
+
+
 def test_a_run_goes_on_when_its_server_is_killed(cpu_options: dict[str, object], tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model", architecture="qwen3")
-    job = Job(tmp_path, model, {**cpu_options}, schedule={"steps": 5})
-    deadline = time.monotonic() + 400
-    while not job.lines() and time.monotonic() < deadline and job.process.poll() is None:
-        time.sleep(0.05)
-    assert job.process.poll() is None, job.output()
-    (server,) = job.servers()
-    family = [server, *server.children(recursive=True)]
-    for process in family:
-        process.send_signal(signal.SIGKILL)
-    job.wait()
+    with Job(tmp_path, model, {**cpu_options}, schedule={"steps": 5}) as job:
+        deadline = time.monotonic() + DEADLINE_S
+        while not job.lines() and time.monotonic() < deadline and job.process.poll() is None:
+            time.sleep(0.05)
+        assert job.lines(), f"no step was done: {job.output()[-3000:]}"
+        assert job.process.poll() is None, job.output()[-3000:]
+        (server,) = job.servers()
+        for process in [server, *server.children(recursive=True)]:
+            process.send_signal(signal.SIGKILL)
+        job.wait()
     check(job, 5)
     log = (job.directory / "logs" / "driver-0.log").read_text()
     assert "the server failed and is brought back (1)" in log
     assert (job.directory / "logs" / "engine-0.log").stat().st_size
-    assert not [
-        process for process in psutil.process_iter(["cmdline"]) if str(model) in " ".join(process.info["cmdline"] or [])
-    ]
+    assert still_there(str(model)) == []
 
 
 def test_routes_are_replayed_exactly_in_a_run_that_never_stops_sampling(
@@ -117,18 +131,17 @@ def test_routes_are_replayed_exactly_in_a_run_that_never_stops_sampling(
     model = make_tiny_model(
         tmp_path / "model", architecture="qwen3-moe", tie=False, overrides={"num_experts": 8, "norm_topk_prob": True}
     )
-    job = Job(
-        tmp_path,
-        model,
-        {**cpu_options},
-        schedule={"steps": 4, "mode": "fully-async"},
-        placement={"mode": "separate"},
-        rollout={"routes": "replay", "sampling": {"max_tokens": 24}, "reward_workers": 1},
-        corrections=["tis"],
-    )
-    job.wait()
+    sections: dict[str, Any] = {
+        "schedule": {"steps": 4, "mode": "fully-async"},
+        "placement": {"mode": "separate"},
+        "rollout": {"routes": "replay"},
+        "corrections": ["tis"],
+    }
+    with Job(tmp_path, model, {**cpu_options}, **sections) as job:
+        job.wait()
     lines = job.lines()
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert all(line["contract/routes/different_fraction"] == 0 for line in lines)
     assert all(line["contract/routes/coverage"] == 1 for line in lines)
     assert [event for event in job.lines("events.jsonl") if event["event"] == "contract_broken"] == []
+    assert still_there(str(model)) == []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -32,11 +32,22 @@ from miles_sglang.engine import SglangEngine
 from miles_sglang.options import SglangOptions
 
 pytestmark = pytest.mark.sglang
+DEADLINE_S = 240
 
 
 @pytest.fixture
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return make_models(tmp_path_factory.getbasetemp())
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    """With an end: a test that takes longer hangs."""
+
+    async def limited() -> None:
+        async with asyncio.timeout(DEADLINE_S):
+            await test
+
+    asyncio.run(limited())
 
 
 @asynccontextmanager
@@ -67,7 +78,7 @@ def test_a_published_version_is_served_whole(seeded: Any, models: Models, update
                 expected = {name: digest_tensor(tensor) for name, tensor in weights_of(folder).items()}
                 assert dict(await engine.digests()) == expected
 
-    asyncio.run(test())
+    run(test())
 
 
 @pytest.mark.parametrize("update", ["disk", "tensor"])
@@ -90,7 +101,7 @@ def test_an_update_that_fails_half_way_leaves_the_version_before(seeded: Any, mo
             await publish(engine, feed, models.served, 2)
             assert await engine.version() == 2
 
-    asyncio.run(test())
+    run(test())
 
 
 def spoil(engine: SglangEngine, update: str) -> None:
@@ -136,7 +147,7 @@ def test_a_prefix_of_old_weights_would_have_changed_log_probs(seeded: Any, model
         assert fresh < 1e-5
         assert stale > 1e-3, "a stale prefix changes nothing: this test shows nothing"
 
-    asyncio.run(test())
+    run(test())
 
 
 def test_a_server_with_other_settings_is_named_setting_by_setting(seeded: Any, models: Models) -> None:
@@ -148,4 +159,4 @@ def test_a_server_with_other_settings_is_named_setting_by_setting(seeded: Any, m
         for flag in ("--enable-return-routed-experts", "--enable-deterministic-inference", "--dtype=bfloat16"):
             assert flag in str(error.value)
 
-    asyncio.run(test())
+    run(test())

@@ -1,4 +1,4 @@
-"""Options of engine and teacher `sglang`."""
+"""Options of engine `sglang`."""
 
 from __future__ import annotations
 
