@@ -35,9 +35,9 @@ def check(
 
     Args:
         old_is_rollout: The run takes the engine's log-probs as the old policy; then there is nothing to compare.
-        current_version: Version of the trainer's weights. Tokens of older versions differ also because the policy has
-            moved on, which is no fault of either side. Fresh tokens alone are judged; without any, the figures are
-            reported and the verdict is unavailable.
+        current_version: Version of the trainer's weights, or the one they get when they are published next. Tokens of
+            older versions differ also because the policy has moved on, which is no fault of either side. Fresh tokens
+            alone are judged; without any, the figures are reported and the verdict is unavailable.
         max_mean_abs_diff: Nats beyond which the mean of \\|d\\| breaks the contract.
         exact: The run promises identical log-probs (true-on-policy): one fresh token that differs breaks the contract.
     """

@@ -159,13 +159,15 @@ def check_contracts(
         counts: Routes that the trainer compared while it scored the batch.
     """
     old_is_rollout = run.spec.objective.old_logprobs == "rollout"
+    # Between two publishes the trainer is ahead of every engine: no token there is of its own version.
+    scored = version if run.published_step == run.trained_step else version + 1
     return [
         tokens.check(collected.groups, batch),
         routes.check(batch, num_experts=run.num_experts, mode=run.spec.rollout.routes, counts=counts),
         logprobs.check(
             batch,
             old_is_rollout=old_is_rollout,
-            current_version=version,
+            current_version=scored,
             exact=run.spec.precision.true_on_policy,
         ),
         versions.check(collected.groups, current_version=version, max_staleness=max_staleness),
