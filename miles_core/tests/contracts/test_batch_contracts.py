@@ -173,6 +173,14 @@ def test_unrecorded_rows_are_counted_and_break_nothing() -> None:
     assert report.metrics == {"contract/routes/coverage": 0.75, "contract/routes/unrecorded_tokens": 1.0}
 
 
+@pytest.mark.parametrize("mode", ["record", "replay"])
+def test_routes_without_a_single_record_are_broken(mode: RouteMode) -> None:
+    counts = RouteCounts(recorded=0, unrecorded=4, own_differs=0, used_differs=0)
+    report = routes.check(batch(routes=np.full_like(SOUND, -1)), num_experts=8, mode=mode, counts=counts)
+    assert report.status is Verdict.BROKEN
+    assert "no token's experts were recorded" in report.offenders[0]
+
+
 @pytest.mark.parametrize(
     ("mode", "used", "verdict"),
     [("replay", 0, "ok"), ("replay", 1, "broken"), ("record", 10, "ok"), ("record", 40, "broken")],

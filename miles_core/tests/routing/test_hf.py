@@ -197,3 +197,13 @@ def test_architectures_that_cannot_replay_are_refused(config: Any) -> None:
         nn.init.normal_(parameter, std=0.2)
     with pytest.raises(PluginError, match="neither recorded nor replayed"):
         find_routers(model)
+
+
+@pytest.mark.parametrize("half", [[3, UNRECORDED], [UNRECORDED, 3]])
+def test_half_a_record_is_refused_before_anything_gathers_by_it(half: list[int]) -> None:
+    control = RouteReplay(find_routers(make_model("qwen3-moe")), replay=True)
+    routes = torch.tensor([0, 1]).expand(20, control.layers, 2).clone()
+    control.load(routes)
+    routes[4, 1] = torch.tensor(half)
+    with pytest.raises(ContractError, match="for all of a token in a layer"):
+        control.load(routes)

@@ -22,8 +22,9 @@ def check(
 
     Args:
         num_experts: Experts of an MoE layer, or None for a dense model.
-        mode: What the run does with routes. Under replay, tokens that nobody recorded and experts the trainer did not
-            use break the contract; else only a difference beyond `MAX_DIFFERENT_FRACTION` does.
+        mode: What the run does with routes. Under replay, recorded experts that the trainer did not use break the
+            contract; else only a difference beyond `MAX_DIFFERENT_FRACTION` does. Tokens without a record are counted;
+            when no token has one, the run does not do what it says.
         counts: What the backend counted in its scoring pass of this batch; None when it made none.
     """
     if num_experts is None:
@@ -45,6 +46,8 @@ def check(
     good = used & possible & distinct
     offenders = [_bad_row(batch, int(at), bool(possible[at]), num_experts) for at in np.flatnonzero(bad)]
     differences = _differences(counts, mode)
+    if used.any() and not (used & recorded).any():
+        differences = ["routes are on and no token's experts were recorded"]
     return Report(
         name="routes",
         status=Verdict.BROKEN if offenders or differences else Verdict.OK,

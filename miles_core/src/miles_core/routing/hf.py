@@ -193,17 +193,25 @@ class RouteReplay:
         Raises:
             ContractError: not the model's layers and experts.
         """
-        if routes is not None and (
-            routes.shape[1:] != (self.layers, self.top_k)
-            or (routes.numel() and not (routes.min() >= UNRECORDED and routes.max() < self.num_experts))
-        ):
+        if routes is not None and not self._possible(routes):
             raise ContractError(
                 "routes contract: the recorded routes are not of this model",
-                expected=f"[tokens, {self.layers}, {self.top_k}] of experts below {self.num_experts}",
+                expected=f"[tokens, {self.layers}, {self.top_k}] of experts below {self.num_experts}, or of "
+                f"{UNRECORDED} for all of a token in a layer",
                 found=f"{list(routes.shape)}, {int(routes.min())} to {int(routes.max())}",
                 do="serve and train the same checkpoint",
             )
         self._routes = None if routes is None else routes.long()
+
+    def _possible(self, routes: Tensor) -> bool:
+        """Asked before the gather: on a GPU an index that is no expert would end the process."""
+        if routes.shape[1:] != (self.layers, self.top_k):
+            return False
+        if not routes.numel():
+            return True
+        lacking = routes == UNRECORDED
+        whole = bool((lacking.any(-1) == lacking.all(-1)).all())
+        return whole and bool(routes.min() >= UNRECORDED) and bool(routes.max() < self.num_experts)
 
     @contextmanager
     def counting(self, device: torch.device | None = None) -> Iterator[Tensor]:
