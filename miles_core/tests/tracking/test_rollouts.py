@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 
 from miles_core import batching
@@ -81,3 +82,17 @@ def test_a_step_that_was_not_written_names_those_that_were(tmp_path: Path) -> No
 def test_no_half_file_is_left(tmp_path: Path) -> None:
     write(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["step_000012.parquet"]
+
+
+def test_a_cut_file_and_one_of_another_schema_are_refused_by_name(tmp_path: Path) -> None:
+    write(tmp_path)
+    (file,) = tmp_path.iterdir()
+    whole = file.read_bytes()
+    for cut in (whole[:100], b""):
+        file.write_bytes(cut)
+        with pytest.raises(DataError, match="cannot be read"):
+            rollouts.read(tmp_path, 12)
+    file.write_bytes(whole)
+    pq.write_table(pq.read_table(file).drop(["versions"]), file)
+    with pytest.raises(DataError, match="no column versions"):
+        rollouts.read(tmp_path, 12)

@@ -106,11 +106,20 @@ def load_run(path: Path) -> RunRecord:
         directory=directory,
         config=config,
         config_text=text,
-        environment=json.loads(environment.read_text()) if environment.exists() else {},
+        environment=_environment(environment) if environment.exists() else {},
         metrics=list(read_lines(directory.metrics)),
         timings=list(read_lines(directory.timings)),
         events=list(read_lines(directory.events)),
     )
+
+
+def _environment(file: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(file.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise DataError(
+            "the run's record is damaged", expected="a JSON object", found=str(error), where=str(file), do="remove it"
+        ) from error
 
 
 def _config(text: str, run_file: Path) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def read(folder: Path, step: int) -> list[RolloutRow]:
     """The trajectories of one step.
 
     Raises:
-        DataError: there is no file of that step; says which there are.
+        DataError: there is no file of that step, and which there are; or it is cut off, or of another schema.
     """
     file = folder / f"step_{step:06d}.parquet"
     if not file.exists():
@@ -120,7 +120,23 @@ def read(folder: Path, step: int) -> list[RolloutRow]:
             where=str(folder),
             do="choose another step; tracking.rollouts_every_steps says which are written",
         )
-    return [_from_row(row) for row in pq.read_table(file, schema=SCHEMA).to_pylist()]
+    try:
+        table = pq.read_table(file)
+    except (pa.ArrowException, OSError) as error:
+        raise _unreadable(file, str(error).splitlines()[0]) from error
+    if missing := [name for name in SCHEMA.names if name not in table.column_names]:
+        raise _unreadable(file, f"no column {', '.join(missing)}")
+    return [_from_row(row) for row in table.to_pylist()]
+
+
+def _unreadable(file: Path, found: str) -> DataError:
+    return DataError(
+        "the rollouts of a step cannot be read",
+        expected="a whole parquet file with the columns of this version",
+        found=found,
+        where=str(file),
+        do="restore the file, or move it away: the other steps stand on their own",
+    )
 
 
 def _with_old(groups: Sequence[Group], batch: TrainBatch) -> list[tuple[int, Trajectory, Float32 | None]]:
