@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from miles_core.doctor import signs
+from miles_core.doctor import outright, signs
 from miles_core.doctor.evidence import Evidence, gather
-from miles_core.doctor.signs import Finding
+from miles_core.doctor.finding import Finding
 from miles_core.report.load import RunRecord
 from miles_core.tracking.live import CONTRACTS, figures_text
 from miles_core.tracking.verdict import verdict_of_steps
 
 OUTRIGHT = (
-    signs.broken_weights_proof,
-    signs.broken_tokens,
-    signs.broken_versions,
-    signs.no_replay_records,
-    signs.other_experts,
+    outright.broken_weights_proof,
+    outright.broken_tokens,
+    outright.broken_versions,
+    outright.no_replay_records,
+    outright.other_experts,
 )
 """Each measures its contract directly; all that fire are reported."""
 FROM_LOGPROBS = (
@@ -26,6 +26,8 @@ FROM_LOGPROBS = (
     signs.weights_differ,
     signs.since_the_first_step,
     signs.promise_of_equality,
+    outright.stopped,
+    outright.unexplained,
 )
 """Explanations of one symptom, the narrowest first: only the first that fits is reported, and none when a direct
 measurement explains the symptom already."""
@@ -69,8 +71,10 @@ def _blind(evidence: Evidence) -> tuple[str, ...]:
         found.append("log-probs: the run takes the engine's as old policy, so the two sides are never compared")
     elif not evidence.steps and evidence.record.metrics:
         found.append("log-probs by token: no rollouts were written; set tracking.rollouts_every_steps")
-    elif evidence.steps and evidence.steps[0].step != 1:
+    elif evidence.steps and evidence.steps[0].step != 1 and signs.baseline(evidence) is None:
         found.append("weight delivery: the first step's rollouts are gone, and with them what rounding alone does")
+    if evidence.unreadable:
+        found.append(f"rollouts of steps {', '.join(map(str, evidence.unreadable))}: the files are damaged")
     if evidence.setting("rollout.routes") == "off" and evidence.has_experts:
         found.append("routes: not recorded; rollout.routes: record compares the experts of both sides")
     return tuple(found)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from miles_core.config.model_folder import ModelFolderError, read_model_folder
+from miles_core.errors import DataError
 from miles_core.report.load import RunRecord
 from miles_core.tracking.rollouts import RolloutRow
 
@@ -62,8 +63,11 @@ class StepTokens:
 class Evidence:
     record: RunRecord
     events: Sequence[Mapping[str, Any]]
+    """Without those of steps that the run went back behind and did again."""
     steps: Sequence[StepTokens]
     """Ascending; those with at least one token."""
+    unreadable: Sequence[int] = ()
+    """Steps whose rollouts are damaged."""
 
     def of(self, kind: str) -> list[Mapping[str, Any]]:
         """Events of a kind, in order."""
@@ -88,18 +92,43 @@ class Evidence:
 
 def gather(record: RunRecord) -> Evidence:
     """Read what a diagnosis needs. Rollouts of at most `MAX_STEPS` steps are opened."""
-    there = record.rollout_steps
+    # Rollouts of a step come before its metrics; later ones were left by an earlier life of a resumed run.
+    there = [step for step in record.rollout_steps if not record.metrics or step <= record.steps + 1]
     rest = there[FIRST_STEPS:]
     spread: Any = np.unique(np.linspace(0, len(rest) - 1, MAX_STEPS - FIRST_STEPS).astype(int)) if rest else []
     chosen = [*there[:FIRST_STEPS], *(rest[at] for at in spread)]
-    steps = [_tokens(record, step) for step in chosen]
-    return Evidence(record=record, events=list(record.events), steps=[step for step in steps if step.rollout.size])
+    steps, unreadable = [], []
+    for step in chosen:
+        try:
+            steps.append(_tokens(record, step))
+        except DataError:
+            unreadable.append(step)
+    return Evidence(
+        record=record,
+        events=_standing(record.events),
+        steps=[step for step in steps if step.rollout.size],
+        unreadable=unreadable,
+    )
+
+
+def _standing(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Events without those that a resumption undid: errors before it, and contracts broken on steps done again."""
+    standing: list[Mapping[str, Any]] = []
+    for event in events:
+        if event["event"] == "resume":
+            last = int(event["step"])
+            standing = [
+                earlier
+                for earlier in standing
+                if earlier["event"] != "error" and (earlier["event"] != "contract_broken" or earlier["step"] <= last)
+            ]
+        standing.append(event)
+    return standing
 
 
 def _tokens(record: RunRecord, step: int) -> StepTokens:
     rows = record.rollouts(step)
-    # A synchronous step consumes what the version before it sampled; metrics say it for every mode.
-    current = record.at(step).get("contract/versions/current", float(step - 1))
+    current = _scored_version(record, step)
     parts: dict[str, list[Any]] = {name: [] for name in ("rollout", "trainer", "row", "place", "lag")}
     cached: list[int | None] = []
     for index, row in enumerate(rows):
@@ -109,8 +138,21 @@ def _tokens(record: RunRecord, step: int) -> StepTokens:
         parts["trainer"].append(row.old_logprobs[known].astype(np.float64))
         parts["row"].append(np.full(count, index, dtype=np.int64))
         parts["place"].append(np.arange(count, dtype=np.int64))
-        parts["lag"].append(int(current) - row.versions[known])
-        reused = row.metadata.get("cached_tokens")
+        parts["lag"].append(np.ones(count) if current is None else current - row.versions[known])
+        # The sum over turns says nothing of the first one: a later turn always reuses it.
+        reused = row.metadata.get("cached_tokens") if row.metadata.get("turns", 1) == 1 else None
         cached.append(int(reused) if isinstance(reused, int | float) else None)
     arrays: dict[str, Any] = {name: np.concatenate(found) if found else np.zeros(0) for name, found in parts.items()}
     return StepTokens(step=step, cached=cached, rows=rows, **arrays)
+
+
+def _scored_version(record: RunRecord, step: int) -> int | None:
+    """The version that the trainer scored a step with; None where no engine had it, or nobody wrote it down."""
+    metrics = record.at(step)
+    if metrics.get("contract/logprobs/fresh_fraction") == 0:
+        return None  # published less often than trained: labels equal the published version, not the trainer's
+    if "contract/versions/current" in metrics:
+        return int(metrics["contract/versions/current"])
+    # A step that ended the run left no metrics. A synchronous one consumes what the version before it sampled.
+    in_step = (record.config.get("schedule") or {}).get("mode") in (None, "sync")
+    return step - 1 if in_step or step == 1 else None

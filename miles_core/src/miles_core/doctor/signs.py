@@ -7,33 +7,14 @@ a router explains it.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 
 from miles_core.contracts.logprobs import MAX_MEAN_ABS_DIFF
-from miles_core.contracts.routes import MAX_DIFFERENT_FRACTION
 from miles_core.doctor.evidence import Evidence, StepTokens
+from miles_core.doctor.finding import Finding
 from miles_core.doctor.rescore import Rescored, rescore
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
-    """One broken contract."""
-
-    contract: str
-    """tokens | routes | logprobs | versions"""
-    cause: str
-    """Short name of the likely cause."""
-    since: int
-    """First step (for versions in publishing: weight version) that shows it."""
-    says: str
-    """One sentence."""
-    evidence: tuple[str, ...]
-    try_: tuple[str, ...]
-
 
 MIN_TOKENS = 16
 """Fewer tokens carry no fingerprint."""
@@ -45,115 +26,8 @@ SHIFT_GAIN = 0.2
 """A shift explains the differences when it leaves at most this part of them."""
 LINE_GAIN = 0.4
 """The same for a line through (engine, trainer) log-probs."""
-
-
-# --- said outright ----------------------------------------------------------------------------------------------------
-
-
-def broken_weights_proof(evidence: Evidence) -> Finding | None:
-    """An update was refused because the live weights, or what they sample, were not the trainer's."""
-    for event in evidence.of("error"):
-        message = str(event.get("message", ""))
-        found = re.search(r"engines do not (serve|sample with) version (\d+)", message)
-        if event.get("type") == "ContractError" and found:
-            what = "hold other weights" if found[1] == "serve" else "sample otherwise than their weights say"
-            return Finding(
-                contract="versions",
-                cause="weights not delivered" if found[1] == "serve" else "cache outlived its weights",
-                since=int(found[2]),
-                says=f"Engines that claim weight version {found[2]} {what}; the run was stopped there.",
-                evidence=(_line(message, "found"),),
-                try_=("look at how the engine loads the tensors named, and flushes its caches on `activate`",),
-            )
-    return None
-
-
-def broken_versions(evidence: Evidence) -> Finding | None:
-    """Tokens carry a version that was never published, or one that is too old."""
-    for event in evidence.of("contract_broken"):
-        if event.get("contract") == "versions":
-            offenders = tuple(map(str, event.get("offenders", ())))
-            never = any("never published" in offender for offender in offenders)
-            return Finding(
-                contract="versions",
-                cause="wrong version label" if never else "too old",
-                since=int(event["step"]),
-                says="Tokens name a weight version that "
-                + ("was never published." if never else "is older than the run allows."),
-                evidence=offenders[:3],
-                try_=(
-                    ("check the `weight_version` the engine puts on its chunks",)
-                    if never
-                    else ("check the labels; if they are right, lower the number of groups in flight",)
-                ),
-            )
-    return None
-
-
-def broken_tokens(evidence: Evidence) -> Finding | None:
-    """Rows broke the tokens contract, or changed between rollout and trainer."""
-    for event in evidence.of("contract_broken"):
-        if event.get("contract") == "tokens":
-            return Finding(
-                contract="tokens",
-                cause="rows changed",
-                since=int(event["step"]),
-                says="The rows that reached the trainer are not those that were sampled.",
-                evidence=tuple(map(str, event.get("offenders", ())))[:3],
-                try_=("report the session or engine that built the rows named",),
-            )
-    return None
-
-
-def other_experts(evidence: Evidence) -> Finding | None:
-    """The engine's experts are not those the trainer's router picks."""
-    record = evidence.record
-    series = record.series("contract/routes/own_different_fraction")
-    over = [(step, value) for step, value in series if value > MAX_DIFFERENT_FRACTION]
-    forced = [(step, value) for step, value in record.series("contract/routes/different_fraction") if value > 0]
-    replaying = evidence.setting("rollout.routes") == "replay"
-    if replaying and forced:
-        return Finding(
-            contract="routes",
-            cause="replay not obeyed",
-            since=forced[0][0],
-            says="Replay is on, and tokens were still sent to other experts than recorded.",
-            evidence=(f"step {forced[0][0]}: {forced[0][1]:.2%} of (token, layer) pairs",),
-            try_=("report the backend",),
-        )
-    if not over:
-        return None
-    return Finding(
-        contract="routes",
-        cause="router differs",
-        since=over[0][0],
-        says="Engine and trainer route tokens to different experts far more often than rounding explains.",
-        evidence=(
-            f"step {over[0][0]}: the trainer's router picks another set for {over[0][1]:.1%} of (token, layer) pairs; "
-            f"{MAX_DIFFERENT_FRACTION:.0%} is allowed",
-            f"largest on any step: {max(value for _, value in over):.1%}",
-        ),
-        try_=(
-            "compare the router's weights, bias and score function on both sides; are router tensors published?",
-            "rollout.routes: replay hides the effect on the loss, not the cause",
-        ),
-    )
-
-
-def no_replay_records(evidence: Evidence) -> Finding | None:
-    """Routes are on and the engine returned none."""
-    for event in evidence.of("contract_broken"):
-        offenders = tuple(map(str, event.get("offenders", ())))
-        if event.get("contract") == "routes" and not any("pairs use other experts" in each for each in offenders):
-            return Finding(
-                contract="routes",
-                cause="bad records",
-                since=int(event["step"]),
-                says="The recorded routes cannot be those of this model's tokens.",
-                evidence=offenders[:3],
-                try_=("compare the checkpoints both sides serve; look at the engine's route payload",),
-            )
-    return None
+MIN_SLOPE = 0.08
+"""Distance of the line's slope from 1 that means another temperature."""
 
 
 # --- from the log-probs, on both sides of the first update -----------------------------------------------------------
@@ -186,7 +60,10 @@ def shifted(evidence: Evidence) -> Finding | None:
 
 
 def temperature(evidence: Evidence) -> Finding | None:
-    """The engine's log-probs lie on a line against the trainer's, of another slope than 1."""
+    """The engine's log-probs lie on a line against the trainer's, of another slope than 1, since the first step: a
+    trainer whose policy sharpens while the engine keeps old weights draws a line too, later."""
+    if evidence.steps and evidence.steps[0].step == 1 and _on_the_diagonal(evidence.steps[0].fresh):
+        return None
 
     def explained(step: StepTokens) -> str | None:
         if step.rollout.size < MIN_TOKENS or step.rollout.std() == 0:
@@ -197,7 +74,7 @@ def temperature(evidence: Evidence) -> Finding | None:
         # Noise on either side also lowers a slope; it lowers the correlation with it.
         if step.mean_abs < MAX_MEAN_ABS_DIFF / 4 or left > LINE_GAIN * step.mean_abs or straight < 0.9:
             return None
-        if abs(slope - 1) < 0.08:
+        if abs(slope - 1) < MIN_SLOPE:
             return None
         return (
             f"step {step.step}: trainer = {slope:.2f} x engine {offset:+.2f} leaves {left:.3g} of {step.mean_abs:.3g} "
@@ -219,13 +96,13 @@ def temperature(evidence: Evidence) -> Finding | None:
 
 def cache_outlived(evidence: Evidence) -> Finding | None:
     """After an update, even the first request of a step reused key-values, and the log-probs changed."""
-    base = _baseline(evidence)
+    base = baseline(evidence)
     if base is None or evidence.setting("schedule.mode") not in (None, "sync"):
         return None  # without a pause between steps, somebody's cache is always warm
-    for step in evidence.steps[1:]:
+    for step in evidence.steps:
         fresh = step.fresh
         known = [count for count in step.cached if count is not None]
-        if known and min(known) > 0 and _grown(fresh, base):
+        if step.step > 1 and known and min(known) > 0 and _grown(fresh, base):
             return Finding(
                 contract="versions",
                 cause="cache outlived its weights",
@@ -243,12 +120,12 @@ def cache_outlived(evidence: Evidence) -> Finding | None:
 
 def weights_differ(evidence: Evidence) -> Finding | None:
     """The sides agreed while both held the checkpoint, and no longer do since an update."""
-    base = _baseline(evidence)
+    base = baseline(evidence)
     if base is None:
         return None
-    for step in evidence.steps[1:]:
+    for step in evidence.steps:
         fresh = step.fresh
-        if not _grown(fresh, base):
+        if step.step == 1 or not _grown(fresh, base):
             continue
         later = [
             other.fresh.mean_abs for other in evidence.steps if other.step >= step.step and other.fresh.rollout.size
@@ -261,8 +138,8 @@ def weights_differ(evidence: Evidence) -> Finding | None:
             says="The engine does not sample with the weights that its tokens' version names"
             + ("; the gap grows with every update." if growing else "."),
             evidence=(
-                f"mean |difference| {base:.3g} nats on step {evidence.steps[0].step}, {fresh.mean_abs:.3g} on step "
-                f"{step.step}, after the first updates",
+                f"mean |difference| {base:.3g} nats on step 1, {fresh.mean_abs:.3g} on step {step.step}, after the "
+                "first updates",
                 f"on fresh tokens alone, {fresh.rollout.size} of {step.rollout.size}",
             ),
             try_=(
@@ -296,8 +173,8 @@ def promise_of_equality(evidence: Evidence) -> Finding | None:
 
 def since_the_first_step(evidence: Evidence) -> Finding | None:
     """A large difference while both sides hold the checkpoint, which nothing above explains: ask the checkpoint."""
-    if not evidence.steps:
-        return None
+    if not evidence.steps or evidence.steps[0].step != 1:
+        return None  # later the two sides need not hold the same weights
     step = evidence.steps[0].fresh
     if step.rollout.size < MIN_TOKENS or step.mean_abs <= MAX_MEAN_ABS_DIFF:
         return None
@@ -385,21 +262,23 @@ def _shifted(step: StepTokens, shift: int) -> tuple[int, float, float]:
     return int(same.sum()), float(apart.mean()), float(together.mean())
 
 
-def _baseline(evidence: Evidence) -> float | None:
-    """Mean |difference| of the first step, when it is one before any update and both sides agreed on it."""
-    if not evidence.steps or evidence.steps[0].step != 1:
-        return None
-    first = evidence.steps[0].fresh
-    if first.rollout.size < MIN_TOKENS or first.mean_abs > MAX_MEAN_ABS_DIFF:
-        return None
-    return first.mean_abs
+def _on_the_diagonal(step: StepTokens) -> bool:
+    """Whether engine and trainer scale alike on a step."""
+    if step.rollout.size < MIN_TOKENS or step.rollout.std() == 0:
+        return False
+    return bool(abs(np.polyfit(step.rollout, step.trainer, 1)[0] - 1) < MIN_SLOPE / 2)
+
+
+def baseline(evidence: Evidence) -> float | None:
+    """Mean |difference| of the first step, before any update, when both sides agreed on it: of its tokens, or as its
+    metrics have it where the rollouts of that step were not written."""
+    if evidence.steps and evidence.steps[0].step == 1:
+        first = evidence.steps[0].fresh
+        found = first.mean_abs if first.rollout.size >= MIN_TOKENS else None
+    else:
+        found = evidence.record.at(1).get("contract/logprobs/abs_diff_mean_fresh")
+    return found if found is not None and found <= MAX_MEAN_ABS_DIFF else None
 
 
 def _grown(step: StepTokens, base: float) -> bool:
     return step.rollout.size >= MIN_TOKENS and step.mean_abs > max(FLOOR, GROWTH * base)
-
-
-def _line(message: str, part: str) -> str:
-    """The text after ``part:`` in an error's message, or its first line."""
-    found = re.search(rf"^\s*{part}:\s*(.+)$", message, re.MULTILINE)
-    return found[1] if found else message.splitlines()[0]
