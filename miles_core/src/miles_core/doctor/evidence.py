@@ -138,7 +138,7 @@ def _tokens(record: RunRecord, step: int) -> StepTokens:
         parts["trainer"].append(row.old_logprobs[known].astype(np.float64))
         parts["row"].append(np.full(count, index, dtype=np.int64))
         parts["place"].append(np.arange(count, dtype=np.int64))
-        parts["lag"].append(np.ones(count) if current is None else current - row.versions[known])
+        parts["lag"].append(np.ones(count, dtype=np.int64) if current is None else current - row.versions[known])
         # The sum over turns says nothing of the first one: a later turn always reuses it.
         reused = row.metadata.get("cached_tokens") if row.metadata.get("turns", 1) == 1 else None
         cached.append(int(reused) if isinstance(reused, int | float) else None)
