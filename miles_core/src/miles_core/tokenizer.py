@@ -168,6 +168,10 @@ class ChatTokenizer:
         return other
 
 
+_LONG_WINDOW = 32
+"""Tokens without a complete text after which a stream looks for a place to cut."""
+
+
 class TextStream:
     """Decodes a growing row piece by piece; the pieces joined are ``decode`` of the whole row.
 
@@ -196,7 +200,24 @@ class TextStream:
             self._window = self._window[self._context :]
             self._context = len(self._window)
             self._emitted = len(self._tokenizer.decode(self._window))
+        elif len(self._window) > _LONG_WINDOW:
+            self._shorten(text)
         return piece
+
+    def _shorten(self, text: str) -> None:
+        """Let go of tokens that no later byte can change, so that a model stuck on bytes that are no character costs
+        linear time: a character has four bytes at most, so one of the last boundaries lies between characters."""
+        size = len(self._window)
+        for end in range(size - 4, size):
+            alone = self._tokenizer.decode(self._window[end:])
+            kept = self._window[end - 4 :]
+            head, whole = self._tokenizer.decode(kept[:4]), self._tokenizer.decode(kept)
+            rest = whole[len(head) :]
+            # Bytes that belong together would be one sign together and two apart.
+            if whole.startswith(head) and rest.count("�") == alone.count("�") and text.endswith(rest):
+                self._window, self._context = kept, 4
+                self._emitted += len(whole) - len(text)
+                return
 
     def flush(self) -> str:
         """The rest: bytes that never became a character."""

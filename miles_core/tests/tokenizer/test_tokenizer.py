@@ -167,3 +167,27 @@ def test_no_piece_of_a_stream_ends_within_a_character(tokenizer: ChatTokenizer) 
     assert not any("�" in piece for piece in pieces)
     assert "".join(pieces) == text
     assert stream.flush() == ""
+
+
+def test_a_stream_of_bytes_that_are_no_text_costs_no_more_per_token_the_longer_it_is(
+    tokenizer: ChatTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoded: list[int] = []
+    decode = ChatTokenizer.decode
+    monkeypatch.setattr(ChatTokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+    lead, *_ = tokenizer.encode("é")
+    for ids in ([lead] * 600, tokenizer.encode("�" * 200), tokenizer.encode("�é🙂" * 100)[1:]):
+        decoded.clear()
+        stream = tokenizer.text_stream()
+        text = "".join(stream.push([index]) for index in ids) + stream.flush()
+        assert max(decoded) < 50
+        assert text == tokenizer.decode(ids)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_long_row_of_broken_characters_streams_as_it_decodes(tokenizer: ChatTokenizer, data: st.DataObject) -> None:
+    pool = tokenizer.encode("é€🙂�a")
+    ids = data.draw(st.lists(st.sampled_from(pool), min_size=40, max_size=120))
+    stream = tokenizer.text_stream()
+    assert "".join(stream.push([index]) for index in ids) + stream.flush() == tokenizer.decode(ids)
