@@ -85,9 +85,9 @@ class ChatTemplate:
                 add_generation_prompt=add_generation_prompt,
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError) as error:
-            # A template adds strings and None as carelessly as it raises: both mean that it has no form for these
-            # messages.
+        except Exception as error:
+            # A template is foreign code: it adds strings and None, divides, recurses, ranges too far. All of it means
+            # that it has no form for these messages.
             date = "strftime_now" in str(error)
             raise DataError(
                 "the chat template refused the conversation",

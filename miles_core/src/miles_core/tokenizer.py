@@ -72,7 +72,7 @@ class ChatTokenizer:
             for name, (source, where) in (
                 _template_sources(folder, config)
                 if template is None
-                else {"default": (template.read_text(encoding="utf-8"), str(template))}
+                else {"default": (_read_template(template), str(template))}
             ).items()
         }
         if not templates:
@@ -264,7 +264,18 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str:
+    if isinstance(value, dict) and "content" not in value:
+        raise DataError("a special token has no content", expected='{"content": ...}', found=f"{value!r:.80}")
     return str(value["content"]) if isinstance(value, dict) else str(value)
+
+
+def _read_template(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(
+            "the chat template is not UTF-8", found=str(error), where=str(file), do="download the checkpoint again"
+        ) from error
 
 
 def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
@@ -275,13 +286,21 @@ def _template_sources(folder: Path, config: Mapping[str, Any]) -> dict[str, tupl
     if isinstance(entry, str):
         found["default"] = (entry, where)
     elif isinstance(entry, list):
-        found |= {item["name"]: (item["template"], where) for item in entry}
+        try:
+            found |= {str(item["name"]): (str(item["template"]), where) for item in entry}
+        except (KeyError, TypeError) as error:
+            raise DataError(
+                "a chat template of tokenizer_config.json is not one",
+                expected='{"name": ..., "template": ...}',
+                found=f"{entry!r:.80}",
+                where=where,
+            ) from error
     single = folder / "chat_template.jinja"
     named = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if single.is_file() or named:
-        found = {file.stem: (file.read_text(encoding="utf-8"), str(file)) for file in named}
+        found = {file.stem: (_read_template(file), str(file)) for file in named}
         if single.is_file():
-            found["default"] = (single.read_text(encoding="utf-8"), str(single))
+            found["default"] = (_read_template(single), str(single))
     if found and "default" not in found:
         raise DataError(
             "the checkpoint has several chat templates and none is the default",

@@ -191,3 +191,29 @@ def test_a_long_row_of_broken_characters_streams_as_it_decodes(tokenizer: ChatTo
     ids = data.draw(st.lists(st.sampled_from(pool), min_size=40, max_size=120))
     stream = tokenizer.text_stream()
     assert "".join(stream.push([index]) for index in ids) + stream.flush() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "word"),
+    [
+        ("chat_template.jinja", b"\xff\xfe", "not UTF-8"),
+        ("tokenizer_config.json", b'{"chat_template": [{"name": "default"}]}', "is not one"),
+        ("tokenizer_config.json", b'{"chat_template": ["x"]}', "is not one"),
+        ("tokenizer_config.json", b'{"eos_token": {"x": 1}}', "no content"),
+    ],
+)
+def test_a_damaged_folder_is_refused_with_a_reason(file: str, content: bytes, word: str, tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(DataError, match=word):
+        ChatTokenizer.from_dir(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "source", ["{{ 1/0 }}", "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "{{ range(1000000) | list }}"]
+)
+def test_whatever_a_template_raises_is_its_refusal(source: str, tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(source)
+    with pytest.raises(DataError, match="refused the conversation"):
+        ChatTokenizer.from_dir(tmp_path).render([], add_generation_prompt=True)

@@ -83,8 +83,9 @@ def write(target: Path, name: str, derived: Derived, folder: Path, tokenizer: Ch
     source, tests = target / "src" / module, target / "tests"
     source.mkdir(parents=True)
     (tests / "tokenizer").mkdir(parents=True)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / file, tests / "tokenizer" / file)
+    for file in ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (folder / file).is_file():  # all but the first are optional
+            shutil.copy(folder / file, tests / "tokenizer" / file)
     (tests / "tokenizer" / "chat_template.jinja").write_text(tokenizer.template().source, encoding="utf-8")
     summary = f"derived from {folder.resolve().name}"[:80]
     values = {"NAME": name, "MODULE": module, "SUMMARY": summary, "DATA": _data(derived)}
