@@ -174,7 +174,12 @@ def test_a_stream_of_bytes_that_are_no_text_costs_no_more_per_token_the_longer_i
 ) -> None:
     decoded: list[int] = []
     decode = ChatTokenizer.decode
-    monkeypatch.setattr(ChatTokenizer, "decode", lambda self, ids: decoded.append(len(ids)) or decode(self, ids))
+
+    def counted(self: ChatTokenizer, ids: list[int]) -> str:
+        decoded.append(len(ids))
+        return decode(self, ids)
+
+    monkeypatch.setattr(ChatTokenizer, "decode", counted)
     lead, *_ = tokenizer.encode("é")
     for ids in ([lead] * 600, tokenizer.encode("�" * 200), tokenizer.encode("�é🙂" * 100)[1:]):
         decoded.clear()
