@@ -12,6 +12,9 @@ from miles_core.errors import EngineError
 
 Json = Mapping[str, Any]
 
+KEEP_S = 2.0
+"""How long an idle connection is used again. SGLang closes one after 5 s, and a request sent into it as it closes would
+look like a server that died."""
 MAX_EVENT_BYTES = 2**28
 """One line of a stream; routes of a long row are tens of MiB in one."""
 
@@ -37,7 +40,7 @@ class Client:
         if self._session is None:
             # No limit: the engine may have thousands of requests in flight, and the server queues them.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_S),
                 timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
                 read_bufsize=2**20,
             )
