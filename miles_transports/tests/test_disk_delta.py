@@ -132,3 +132,8 @@ async def test_with_several_lineages_one_must_be_named(kit: Kit) -> None:
     assert "ok" in invoke("verify", place, "--base", kit.model_path, "--lineage", first)
     assert second in invoke("inspect", place)
     assert "there is no lineage" in invoke("verify", place, "--base", kit.model_path, "--lineage", "nope", code=1)
+
+
+def test_a_folder_without_versions_says_so(tmp_path: Path) -> None:
+    assert "no version is published" in invoke("inspect", str(tmp_path))
+    assert "no version is published" in invoke("verify", str(tmp_path), "--base", str(tmp_path), code=1)

@@ -63,7 +63,12 @@ def command(model: Path, backend: str, gpus: int, stages: str | None, as_json: b
             )
             rank = memory.megatron(sizes, layout, work)
     except (ModelFolderError, ValueError) as error:
-        raise ConfigError("this memory cannot be planned", found=str(error), where=str(model)) from error
+        raise ConfigError(
+            "this memory cannot be planned",
+            found=str(error),
+            where=str(model),
+            do="name a folder with config.json, and sizes and --stages that divide that model",
+        ) from error
     if as_json:
         items = {item.what: item.num_bytes for item in rank.items}
         click.echo(json.dumps({"stage": rank.stage, "items": items, "total": rank.total}, indent=1))

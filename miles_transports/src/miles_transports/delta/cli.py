@@ -30,7 +30,10 @@ def group() -> None:
 def inspect(place: str) -> None:
     """List every complete version: what it builds on, how much it changes, what it weighs."""
     store = open_store(place)
-    for lineage in _lineages(store):
+    lineages = _lineages(store)
+    if not lineages:
+        click.echo(f"no version is published in {place}; an update that changes no byte publishes none")
+    for lineage in lineages:
         click.echo(f"lineage {lineage}")
         for each in published(store, lineage):
             shards = sorted(set(each.weight_map.values()))
@@ -99,12 +102,19 @@ def _lineages(store: Store) -> list[str]:
 
 def _lineage(store: Store, wanted: str | None) -> str:
     found = _lineages(store)
+    if not found:
+        raise TransportError(
+            "no version is published here",
+            expected="the publish_dir of a run whose weights changed",
+            found="none",
+            do="name the folder of transport.publish_dir; an update that changes no byte publishes nothing",
+        )
     if wanted is None and len(found) == 1:
         return found[0]
     if wanted not in found or wanted is None:
         raise TransportError(
             "which lineage is not clear" if wanted is None else f"there is no lineage {wanted}",
-            expected="--lineage with one of those that are there" if found else "published versions",
-            found=", ".join(found) or "none",
+            expected="--lineage with one of those that are there",
+            found=", ".join(found),
         )
     return wanted
