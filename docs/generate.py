@@ -22,6 +22,7 @@ from miles_core.cli.plugin_show import REQUIRED, describe_fields, options_of
 from miles_core.config import translate
 from miles_core.config.checks import CHECKS
 from miles_core.config.checks_async import ASYNC_CHECKS
+from miles_core.config.checks_eval import EVAL_CHECKS
 from miles_core.config.files import FILE_CHECKS
 from miles_core.config.picks import SECTIONS
 from miles_core.config.spec import Pick, RunSpec, Section
@@ -159,7 +160,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str
 def compatibility_page() -> str:
     """docs/compatibility.md"""
     lines = [NOTE, "", COMPATIBILITY_HEAD, "## Core's keys", ""]
-    for check in (*CHECKS, *ASYNC_CHECKS, *TRUE_ON_POLICY):
+    for check in (*CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *TRUE_ON_POLICY):
         lines += [f"### {check.id}", "", f"{check.about} Do: {check.do}.", ""]
     lines += ["## Files", ""]
     for file_check in FILE_CHECKS:

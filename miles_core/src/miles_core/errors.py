@@ -118,3 +118,10 @@ class RunError(MilesError):
 
 class TrainerLost(RunError):
     """A trainer rank is gone; the run can go back to its last checkpoint."""
+
+
+def trainer_lost(error: BaseException | None) -> TrainerLost | None:
+    """The loss of a trainer rank among an error and its causes, or None."""
+    while error is not None and not isinstance(error, TrainerLost):
+        error = error.__cause__
+    return error

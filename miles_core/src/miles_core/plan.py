@@ -59,7 +59,7 @@ class Place:
     """Where one trainer rank or engine runs."""
 
     role: str
-    """``trainer`` or ``engine``."""
+    """``trainer``, ``engine``, or ``eval engine`` of a dedicated fleet."""
     index: int
     process: str
     """``driver``, or ``its own``."""
@@ -185,6 +185,8 @@ def _places(run: ResolvedRun, device: str) -> tuple[Place, ...]:
     first_engine = 0 if placement.mode == "colocated" else placement.trainer_ranks
     ranks = [("trainer", index, index) for index in range(placement.trainer_ranks)]
     engines = [("engine", index, first_engine + index) for index in range(placement.engines)]
+    fleet = range(placement.engines, placement.engines + (run.spec.eval.engines or 0))
+    engines += [("eval engine", index, first_engine + index) for index in fleet]
     return tuple(
         Place(
             role=role, index=index, process=process, device=f"cuda:{slot if own else 0}" if device == "cuda" else "cpu"

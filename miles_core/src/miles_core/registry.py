@@ -313,6 +313,31 @@ def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
     return f"did you mean `{close[0]}`?" if close else None
 
 
+def function_target(what: str, use: str, base: Path | None = None) -> str:
+    """What `load_target` takes for a function named in a run-file: ``module:attr``, or ``file.py:fn`` made absolute.
+
+    Args:
+        what: What the function is for, in errors.
+        base: Where relative paths start; None is the working directory.
+
+    Raises:
+        PluginError: it is neither, or the file does not exist.
+    """
+    place, _, attribute = use.rpartition(":")
+    if not attribute.isidentifier() or not place:
+        raise PluginError(f"`{use}` is neither module:function nor file.py:function")
+    if place.endswith(".py"):
+        path = ((base or Path.cwd()) / place).resolve()
+        if not path.is_file():
+            raise PluginError(
+                f"the file of {what} `{use}` does not exist",
+                found=str(path),
+                do="relative paths start where you start miles",
+            )
+        place = str(path)
+    return f"{place}:{attribute}"
+
+
 def _user_function(kind: str, use: str, base: Path) -> Entry:
     if kind not in FUNCTION_KINDS:
         raise PluginError(
@@ -320,19 +345,7 @@ def _user_function(kind: str, use: str, base: Path) -> Entry:
             expected=f"the name of an installed {kind}",
             do=f"miles plugins new {kind} NAME makes a plugin of your class",
         )
-    place, _, attribute = use.rpartition(":")
-    if not attribute.isidentifier() or not place:
-        raise PluginError(f"`{use}` is neither module:function nor file.py:function")
-    if place.endswith(".py"):
-        path = (base / place).resolve()
-        if not path.is_file():
-            raise PluginError(
-                f"the file of {kind} `{use}` does not exist",
-                found=str(path),
-                do="relative paths start where you start miles",
-            )
-        place = str(path)
-    capability = Capability(name=use, summary="a function of yours", load=f"{place}:{attribute}")
+    capability = Capability(name=use, summary="a function of yours", load=function_target(kind, use, base))
     return Entry(kind=kind, capability=capability, distribution="run-file", version="", plugin="")
 
 

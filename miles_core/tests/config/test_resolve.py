@@ -216,6 +216,12 @@ SOUND_BUT_FOR = {
     "MIL805": [
         *FULLY_ASYNC, "precision.true_on_policy=true", "model=exact", "schedule.update_weights_interval=2",
     ],
+    "MIL210": ["data.eval=heldout.jsonl", "eval={every_steps: 1, on: dedicated, engines: 1}"],
+    "MIL211": ["data.eval=heldout.jsonl", "placement.mode=separate", "eval={every_steps: 1, on: dedicated}"],
+    "MIL212": ["data.eval=heldout.jsonl", "eval={every_steps: 1, on: external, function: 'no_such_file.py:score'}"],
+    "MIL910": ["data.eval=heldout.jsonl", "eval={every_steps: 1, engines: 1}"],
+    "MIL911": ["data.eval=heldout.jsonl", "eval={every_steps: 1, function: 'json:loads'}"],
+    "MIL912": ["data.eval=heldout.jsonl", "eval={every_steps: 1, overflow: skip}"],
     "MIL901": ["environment=gym"],
     "MIL902": ["eval.prompts=3"],
     "MIL903": ["environment=gym", "data=null", "rewards=[]", "rollout.reward_workers=3"],
@@ -239,12 +245,15 @@ def test_each_check_finds_its_fault_alone(workplace: Path, registry: Registry, i
 def test_every_check_is_tried_above() -> None:
     from miles_core.config.checks import CHECKS
     from miles_core.config.checks_async import ASYNC_CHECKS
+    from miles_core.config.checks_eval import EVAL_CHECKS
     from miles_core.config.files import FILE_CHECKS
     from miles_core.config.true_on_policy import TRUE_ON_POLICY
     from miles_core.config.unused import UNUSED
 
     tried = {*SOUND_BUT_FOR, "MIL702"}
-    assert {check.id for check in (*CHECKS, *ASYNC_CHECKS, *TRUE_ON_POLICY, *UNUSED, *FILE_CHECKS)} == tried
+    assert {
+        check.id for check in (*CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *TRUE_ON_POLICY, *UNUSED, *FILE_CHECKS)
+    } == tried
 
 
 @pytest.mark.parametrize(

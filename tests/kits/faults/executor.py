@@ -63,6 +63,16 @@ class TestStartsOneEngineOnly(Faulty):
     }
 
 
+class TestReplacesEveryEngineByTheLatestSpec(Faulty):
+    class executor(InProcessExecutor):
+        async def start_engines(self, spec):
+            engines = await super().start_engines(spec)
+            self._engine_specs = [spec] * len(self._engine_specs)
+            return engines
+
+    caught_by = {"test_engines_added_later_are_numbered_on_and_replaced_as_they_were": "planned failure to start"}
+
+
 class TestDoesNotNameTheEngine(Faulty):
     class executor(InProcessExecutor):
         async def start_engines(self, spec):

@@ -14,6 +14,7 @@ from typing import Any
 from miles_core.capability import KINDS, Capability, Rule, State
 from miles_core.config import checks, translate
 from miles_core.config.checks_async import ASYNC_CHECKS
+from miles_core.config.checks_eval import EVAL_CHECKS
 from miles_core.config.files import absolute, check_files
 from miles_core.config.load import KeyPath, Source, dotted
 from miles_core.config.picks import SECTIONS, default_pick, kind_at
@@ -367,7 +368,7 @@ def _apply_checks(work: _Work, spec: RunSpec, *, files: bool) -> None:
     setup = checks.Setup(spec=spec, tags=_tags(work), model=None)
     if files and not _is_broken(work, "model.path"):
         setup = setup.with_model(absolute(spec.model.path))
-    core_checks = (*checks.CHECKS, *ASYNC_CHECKS, *TRUE_ON_POLICY)
+    core_checks = (*checks.CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *TRUE_ON_POLICY)
     findings = [*checks.run_checks(setup, core_checks), *check_unused(setup), *(check_files(spec) if files else ())]
     for finding in findings:
         if any(_is_broken(work, path) for path in finding.reads) or work.unresolved & finding.kinds:

@@ -248,6 +248,20 @@ class EvalSpec(Section):
     """Trajectories per held-out prompt."""
     sampling: EvalSamplingSpec = EvalSamplingSpec()
     """How evaluation samples."""
+    on: Literal["shared", "dedicated", "external"] = "shared"
+    """shared: the engines that roll out, which roll out nothing meanwhile; dedicated: a fleet of its own; external: a
+    function of yours. The last two read a snapshot of the weights while training goes on."""
+    engines: PositiveInt | None = None
+    """Engines of the dedicated fleet, beside placement.engines."""
+    function: str | None = None
+    """External: module:fn or file.py:fn; called with the snapshot's folder and `facts` in a process of its own."""
+    max_in_flight: PositiveInt = 2
+    """Dedicated or external: evaluations that may be under way or wait, each with its snapshot on disk."""
+    overflow: Literal["wait", "skip"] = "wait"
+    """When one more is due: training waits for the oldest, or the new one is skipped and counted; the last one never
+    is."""
+    timeout_s: PositiveFloat = 3600.0
+    """Dedicated or external: seconds that one evaluation may take once it began."""
 
 
 class CheckpointSpec(Section):

@@ -26,6 +26,8 @@ class Unused:
     kinds: tuple[str, ...] = ()
 
 
+EVAL_LATE = ("eval.engines", "eval.function", "eval.max_in_flight", "eval.overflow", "eval.timeout_s")
+
 UNUSED: tuple[Unused, ...] = (
     Unused(
         id="MIL901",
@@ -38,11 +40,35 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         id="MIL902",
-        paths=("data.eval", "eval.prompts", "eval.samples_per_prompt", "eval.sampling"),
+        paths=("data.eval", "eval.prompts", "eval.samples_per_prompt", "eval.sampling", "eval.on", *EVAL_LATE),
         when=lambda s: s.spec.eval.every_steps is None,
         because="evaluation is off, so nothing reads it",
         do="set eval.every_steps, or remove it",
         reads=("eval.every_steps",),
+    ),
+    Unused(
+        id="MIL910",
+        paths=("eval.engines",),
+        when=lambda s: s.spec.eval.every_steps is not None and s.spec.eval.on != "dedicated",
+        because="only a dedicated fleet has engines of its own",
+        do="set eval.on: dedicated, or remove it",
+        reads=("eval.on",),
+    ),
+    Unused(
+        id="MIL911",
+        paths=("eval.function",),
+        when=lambda s: s.spec.eval.every_steps is not None and s.spec.eval.on != "external",
+        because="only an external evaluation calls a function",
+        do="set eval.on: external, or remove it",
+        reads=("eval.on",),
+    ),
+    Unused(
+        id="MIL912",
+        paths=("eval.max_in_flight", "eval.overflow", "eval.timeout_s"),
+        when=lambda s: s.spec.eval.every_steps is not None and s.spec.eval.on == "shared",
+        because="evaluation on the engines that roll out holds training back until it is done",
+        do="set eval.on: dedicated or external, or remove it",
+        reads=("eval.on",),
     ),
     Unused(
         id="MIL903",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,19 @@ from miles_core.config.spec import RunSpec
 from miles_core.data.order import PromptStream
 from miles_core.data.source import PromptSet, build_prompts
 from miles_core.driver import checkpoint
+from miles_core.driver.eval_fleet import FleetScorer
+from miles_core.driver.eval_function import FunctionScorer
+from miles_core.driver.late_eval import LateEvaluations, Scorer
 from miles_core.driver.recorder import Recorder
 from miles_core.driver.run import Learning, Run
-from miles_core.driver.settings import choose_device, engine_spec, option_values, trainer_spec
+from miles_core.driver.settings import Device, choose_device, engine_spec, option_values, trainer_spec
 from miles_core.driver.signals import StopRequest
 from miles_core.errors import CheckpointError
 from miles_core.kinds.environment import Environment
 from miles_core.kinds.executor import Executor, Trainer
 from miles_core.kinds.tito_family import TitoFamily
 from miles_core.kinds.transport import Transport
-from miles_core.registry import Registry, load_target
+from miles_core.registry import Registry, function_target, load_target
 from miles_core.rollout.alarm import ConstantRewardAlarm
 from miles_core.rollout.episode import Episodes
 from miles_core.rollout.first_failures import FirstFailures
@@ -80,6 +84,9 @@ async def open_run(
         stack.push_async_callback(transport.close)
         await transport.open(trainer, engines)
 
+        episodes = functools.partial(_episodes, resolved, model, environment, family, rewards)
+        if warning := warning_of(load_target(resolved.one["matcher"].capability.load)):
+            recorder.alarm(0, warning)
         run = Run(
             spec=spec,
             directory=directory,
@@ -91,7 +98,9 @@ async def open_run(
             fleet=Fleet(transport, trainer, engines, update_settings(resolved, trainer, model)),
             stream=stream,
             eval_prompts=eval_prompts,
-            episodes=_episodes(resolved, model, environment, pool, family, rewards, recorder),
+            episodes=episodes(
+                pool, first_failures=FirstFailures(functools.partial(recorder.alarm, 0), wave=_first_wave(spec))
+            ),
             filters=_filters(resolved),
             learning=_learning(resolved),
             alarm=ConstantRewardAlarm(steps=spec.rollout.constant_reward_alarm_steps),
@@ -105,6 +114,10 @@ async def open_run(
         run.complete = beyond > 0 or (beyond == 0 and directory.last_step() == run.last_step)
         if resume and not run.complete:
             directory.keep_steps_before(run.start_step)
+        if spec.eval.every_steps is not None and spec.eval.on != "shared":
+            run.late = await _late_evaluations(resolved, run, episodes, device)
+            stack.push_async_callback(run.late.close)
+            run.late.take_up(run.start_step)
         yield run
 
 
@@ -163,21 +176,21 @@ def _episodes(
     resolved: ResolvedRun,
     model: ModelFolder,
     environment: Environment,
-    pool: EnginePool,
     family: TitoFamily,
     rewards: RewardPool,
-    recorder: Recorder,
+    pool: EnginePool,
+    *,
+    first_failures: FirstFailures | None,
+    trained: bool = True,
 ) -> Episodes:
+    """Episodes on the engines of a pool; `trained` ones record what training needs beside tokens."""
     spec = resolved.spec
-    matcher = load_target(resolved.one["matcher"].capability.load)
-    if warning := warning_of(matcher):
-        recorder.alarm(0, warning)
     sessions = SessionFactory(
         pool,
         family,
-        matcher,
+        load_target(resolved.one["matcher"].capability.load),
         context_length=context_length(spec.model.context_length, model.context_length),
-        routes=spec.rollout.routes != "off",
+        routes=trained and spec.rollout.routes != "off",
         history=spec.session.history,
     )
     return Episodes(
@@ -187,8 +200,37 @@ def _episodes(
         seed=spec.seed,
         timeout_s=spec.rollout.trajectory_timeout_s,
         assemble=functools.partial(assemble_attempt, picker=PICKERS[spec.session.leaves]),
-        first_failures=FirstFailures(functools.partial(recorder.alarm, 0), wave=_first_wave(spec)),
+        first_failures=first_failures,
     )
+
+
+async def _late_evaluations(
+    resolved: ResolvedRun, run: Run, episodes: Callable[..., Episodes], device: Device
+) -> LateEvaluations:
+    """Who evaluates beside training; a dedicated fleet is started here."""
+    spec, root = resolved.spec, run.directory.snapshots.absolute()
+    scorer: Scorer
+    if spec.eval.on == "external":
+        assert spec.eval.function is not None
+        scorer = FunctionScorer(function_target("evaluation", spec.eval.function), spec, run.eval_prompts)
+    else:
+        assert spec.eval.engines is not None
+        told = replace(engine_spec(resolved, device, run.directory.logs), count=spec.eval.engines, routes=False)
+        with run.recorder.phase("start"), waiting("driver", on="the evaluation's engines to start"):
+            engines = list(await run.executor.start_engines(told))
+        run.recorder.event("placed", **await run.executor.describe())
+        pool = EnginePool(engines)
+        scorer = FleetScorer(
+            spec=spec,
+            executor=run.executor,
+            engines=engines,
+            first_index=len(run.engines),
+            pool=pool,
+            episodes=episodes(pool, first_failures=None, trained=False),
+            prompts=run.eval_prompts,
+            settings=UpdateSettings(timeout_s=spec.weights.timeout_s, proof=DeliveryProof(verify=spec.weights.verify)),
+        )
+    return LateEvaluations(spec.eval, root, scorer, run.recorder, now=lambda: run.trained_step)
 
 
 def _first_wave(spec: RunSpec) -> int:

@@ -97,7 +97,7 @@ async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[st
         idle = waited / max(time.monotonic() - began, 1e-9)
         run.recorder.timings({**producer.gauges(collected.groups), "async/trainer_idle_fraction": idle})
         # Evaluation on the engines that also roll out: nothing new starts beside it, and the pause is its cost.
-        async with producer.held() if run.eval_due(step) else contextlib.nullcontext():
+        async with producer.held() if run.eval_here(step) else contextlib.nullcontext():
             await stages.finish_step(run, step, metrics)
         if run.stop.requested:
             return step, metrics

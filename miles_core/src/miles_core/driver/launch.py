@@ -144,7 +144,7 @@ async def _main(
                     async with open_run(
                         resolved, registry, directory, recorder, stop, resume=resume or restarts > 0
                     ) as run:
-                        await _watched(run, LOOPS[resolved.spec.schedule.mode](run))
+                        await _watched(run, _whole(run))
                         return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
                 except TrainerLost as error:
                     if restarts == resolved.spec.checkpoint.restarts or stop.requested:
@@ -154,6 +154,13 @@ async def _main(
             raise AssertionError("the loop above ends by returning or raising")
         finally:
             guard.cancel()
+
+
+async def _whole(run: Run) -> None:
+    """The loop, then the evaluations still under way; a run that was stopped leaves them to its resumption."""
+    await LOOPS[run.spec.schedule.mode](run)
+    if run.late is not None and not (run.stop.requested and run.saved_step != run.last_step):
+        await run.late.drain()
 
 
 async def _watched(run: Run, loop: Coroutine[Any, Any, None]) -> None:

@@ -32,6 +32,8 @@ class Recorder:
         self._rollouts_every = rollouts_every_steps
         self._timings: dict[str, float] = {}
         self._step_started = time.monotonic()
+        self._held: list[tuple[int, Mapping[str, float]]] | None = []
+        """Late scores for the trackers that came before this process's first step, from which they mean to go on."""
 
     # --- during a step ------------------------------------------------------------------------------------------------
 
@@ -84,9 +86,27 @@ class Recorder:
         self._directory.append(self._directory.metrics, {"step": step, **metrics})
         self._directory.append(self._directory.timings, {"step": step, **timings})
         self._display.step(step, metrics, timings)
+        self._track(step, {**metrics, **timings})
+        self._track_held()
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        """Write a late score under the step whose weights it measured; the steps' own lines stay in their order."""
+        self._directory.append(self._directory.evals, {"step": step, **figures})
+        self._display.evaluated(step, figures)
+        if self._held is None:
+            self._track(step, figures)
+        else:
+            self._held.append((step, figures))
+
+    def _track(self, step: int, figures: Mapping[str, float]) -> None:
         for name, tracker in list(self._trackers.items()):
             with self._tracker(name):
-                tracker.record(step, {**metrics, **timings})
+                tracker.record(step, figures)
+
+    def _track_held(self) -> None:
+        held, self._held = self._held, None
+        for step, figures in held or ():
+            self._track(step, figures)
 
     # --- beside steps -------------------------------------------------------------------------------------------------
 
@@ -103,6 +123,7 @@ class Recorder:
         self._display.say(message)
 
     def close(self) -> None:
+        self._track_held()
         for name, tracker in list(self._trackers.items()):
             with self._tracker(name):
                 tracker.close()

@@ -14,7 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from miles_core.driver.run import Run
-from miles_core.errors import EngineError, EngineLost, MilesError, RunError, TrainerLost, TransportError
+from miles_core.errors import EngineError, EngineLost, MilesError, RunError, TransportError, trainer_lost
 from miles_core.kinds.engine import Engine
 from miles_core.watch import waiting
 from miles_core.weights.lifecycle import PublishReport
@@ -193,7 +193,7 @@ async def update(run: Run, version: int) -> PublishReport:
                 published(run, report)
                 return report
             except MilesError as error:
-                if (lost := _trainer_lost(error)) is not None:
+                if (lost := trainer_lost(error)) is not None:
                     raise lost from error
                 if not await _leave_dead(run, timeout_s):
                     raise
@@ -206,12 +206,6 @@ def published(run: Run, report: PublishReport) -> None:
     """Say that a version is served, whatever it was published for."""
     facts = {"tensors": report.num_tensors, "bytes": report.num_bytes}
     run.recorder.event("publish", version=run.version, step=run.published_step, **facts)
-
-
-def _trainer_lost(error: BaseException | None) -> TrainerLost | None:
-    while error is not None and not isinstance(error, TrainerLost):
-        error = error.__cause__
-    return error
 
 
 async def _leave_dead(run: Run, timeout_s: float) -> bool:

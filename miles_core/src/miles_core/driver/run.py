@@ -10,6 +10,7 @@ from typing import Any
 from miles_core.config.spec import RunSpec
 from miles_core.data.order import PromptStream
 from miles_core.driver.checkpoint import Checkpoint
+from miles_core.driver.late_eval import LateEvaluations
 from miles_core.driver.recorder import Recorder
 from miles_core.driver.signals import StopRequest
 from miles_core.kinds.data_buffer import BufferContext, DataBuffer
@@ -74,6 +75,8 @@ class Run:
     pending: Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]] | None = None
     """What a checkpoint must remember of a rollout that is under way: JSON values, and how to write its groups."""
     resumed: Checkpoint | None = None
+    late: LateEvaluations | None = None
+    """Evaluation beside training; None where it runs on the engines that roll out, or not at all."""
 
     @property
     def last_step(self) -> int:
@@ -82,6 +85,10 @@ class Run:
     def save_due(self, step: int) -> bool:
         every = self.spec.checkpoint.every_steps
         return step == self.last_step or (every is not None and step % every == 0)
+
+    def eval_here(self, step: int) -> bool:
+        """Whether the engines that roll out evaluate after this step."""
+        return self.late is None and self.eval_due(step)
 
     def eval_due(self, step: int) -> bool:
         every = self.spec.eval.every_steps

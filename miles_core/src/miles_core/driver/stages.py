@@ -73,10 +73,10 @@ async def publish(run: Run, version: int, *, first: bool = False) -> None:
 
 
 def publish_due(run: Run, step: int) -> bool:
-    """Whether engines get the weights of a step: at the interval, at the end, and to be evaluated, so that a score is
+    """Whether engines get the weights of a step: at the interval, at the end, and to evaluate them, so that a score is
     that of the step it stands at."""
     every = run.spec.schedule.update_weights_interval
-    return step % every == 0 or step == run.last_step or run.eval_due(step)
+    return step % every == 0 or step == run.last_step or run.eval_here(step)
 
 
 async def publish_first(run: Run) -> None:
@@ -121,7 +121,10 @@ async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None
     The line comes last: a run that has that of its last step is complete, and one that has not is resumed.
     """
     figures = dict(metrics)
-    if run.eval_due(step):
+    if run.late is not None and run.eval_due(step):
+        with run.recorder.phase("eval"):
+            await run.late.submit(step, run.trainer.save_hf, final=step == run.last_step)
+    elif run.eval_due(step):
         with run.recorder.phase("eval"), waiting("driver", on=f"evaluation after step {step}"):
             work = evaluate(
                 step,

@@ -110,7 +110,8 @@ class InProcessExecutor:
     def __init__(self, options: None = None) -> None:
         self._trainer: InProcessTrainer | None = None
         self._engines: list[Engine] = []
-        self._engine_spec: EngineSpec | None = None
+        self._engine_specs: list[EngineSpec] = []
+        """Of each engine."""
 
     async def start_trainer(self, spec: TrainerSpec) -> InProcessTrainer:
         """Start the one rank.
@@ -140,13 +141,13 @@ class InProcessExecutor:
         """Create and start `spec.count` engines; when one fails to start, all are closed."""
         started: list[Engine] = []
         try:
-            for index in range(spec.count):
+            for index in range(len(self._engines), len(self._engines) + spec.count):
                 await self._start_engine(spec, index, started)
         except BaseException:
             await _close_all(started)
             raise
         self._engines.extend(started)
-        self._engine_spec = spec
+        self._engine_specs.extend([spec] * spec.count)
         return started
 
     async def _start_engine(self, spec: EngineSpec, index: int, started: list[Engine]) -> None:
@@ -159,8 +160,7 @@ class InProcessExecutor:
 
     async def restart_engine(self, index: int) -> Engine:
         """Replace an engine. One that hangs in this process cannot be ended, and then this raises."""
-        spec = self._engine_spec
-        assert spec is not None
+        spec = self._engine_specs[index]
         try:
             async with asyncio.timeout(RESTART_CLOSE_S):
                 await self._engines[index].close()
@@ -184,7 +184,7 @@ class InProcessExecutor:
 
     async def close(self) -> None:
         """Close engines, then the trainer. Idempotent."""
-        engines, self._engines = self._engines, []
+        engines, self._engines, self._engine_specs = self._engines, [], []
         trainer, self._trainer = self._trainer, None
         try:
             await _close_all(engines)

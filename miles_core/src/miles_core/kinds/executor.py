@@ -71,7 +71,10 @@ class Executor(Protocol):
 
     async def start_trainer(self, spec: TrainerSpec) -> Trainer: ...
     async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]:
-        """Create `spec.count` engines, each with its `index`, and start them: they are ready to generate on return."""
+        """Create `spec.count` engines, each with its `index`, and start them: they are ready to generate on return.
+
+        A later call adds engines: their indices go on where the earlier ones end, and each keeps its own call's spec.
+        """
         ...
 
     async def restart_engine(self, index: int) -> Engine:

@@ -109,6 +109,9 @@ def summary(run: RunRecord) -> list[str]:
             f"Held-out reward, step {first_step} to {last_step}: {first:.3f} → {last:.3f} "
             f"(standard errors {errors.get(first_step, 0):.3f} and {errors.get(last_step, 0):.3f})."
         )
+    if skipped := {name.removeprefix("eval/skipped/"): len(run.series(name)) for name in run.names("eval/skipped/")}:
+        reasons = ", ".join(f"{reason} {count}" for reason, count in skipped.items())
+        sentences.append(f"Evaluations skipped: {sum(skipped.values())} ({reasons}).")
     if state := verdict_of_steps(run.metrics, run.timings):
         sentences.append(f"The run was {state.verdict}: {state.sentence}.")
     return sentences

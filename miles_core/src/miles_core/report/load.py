@@ -32,6 +32,7 @@ class RunRecord:
     environment: Mapping[str, Any]
     """env.json"""
     metrics: Lines
+    """By step, late scores with the step whose weights they measured."""
     timings: Lines
     events: Lines
 
@@ -107,7 +108,7 @@ def load_run(path: Path) -> RunRecord:
         config=config,
         config_text=text,
         environment=_environment(environment) if environment.exists() else {},
-        metrics=list(read_lines(directory.metrics)),
+        metrics=_with_late_scores(list(read_lines(directory.metrics)), list(read_lines(directory.evals))),
         timings=list(read_lines(directory.timings)),
         events=list(read_lines(directory.events)),
     )
@@ -120,6 +121,15 @@ def _environment(file: Path) -> dict[str, Any]:
         raise DataError(
             "the run's record is damaged", expected="a JSON object", found=str(error), where=str(file), do="remove it"
         ) from error
+
+
+def _with_late_scores(metrics: Lines, evals: Lines) -> Lines:
+    if not evals:
+        return metrics
+    by_step: dict[int, dict[str, Any]] = {}
+    for line in (*metrics, *evals):
+        by_step.setdefault(int(line["step"]), {}).update(line)
+    return [by_step[step] for step in sorted(by_step)]
 
 
 def _config(text: str, run_file: Path) -> dict[str, Any]:

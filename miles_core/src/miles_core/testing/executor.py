@@ -177,6 +177,16 @@ class ExecutorConformance:
             assert "planned failure to start" in str(caught.value)
             assert "engine 1" in str(caught.value.where), "the failing engine must be in `where`"
 
+    async def test_engines_added_later_are_numbered_on_and_replaced_as_they_were(self) -> None:
+        async with self.running() as executor:
+            await executor.start_engines(engine_spec())
+            # Would fail as number 0, and number 0 would fail if it were replaced by this call's spec.
+            added = await executor.start_engines(engine_spec(options=RecordingOptions(fail_start=(0,))))
+            assert len(added) == 1
+            for index in (0, 1):
+                fresh = await executor.restart_engine(index)
+                assert [chunk.token_ids async for chunk in fresh.generate(generate_request("b", (7,)))] == [(7,)]
+
     async def test_describe_says_where_everything_runs(self) -> None:
         async with self.running() as executor:
             await executor.start_trainer(trainer_spec(world_size=self.ranks))

@@ -38,6 +38,7 @@ class Display(Protocol):
     def groups_done(self, accepted: int) -> None: ...
     def contracts(self, reports: Sequence[Report]) -> None: ...
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None: ...
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None: ...
     def say(self, message: str, *, alarm: bool = False) -> None: ...
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -81,6 +82,11 @@ class PlainDisplay:
         parts.append(f"ETA {self._pace.eta()}")
         sys.stdout.write("  ".join(parts) + "\n")
         sys.stdout.flush()
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        if "eval/reward_mean" in figures:
+            late = f"{figures['eval/lag_steps']:.0f} steps later, after {figures['eval/latency_s']:.1f} s"
+            self.say(f"eval of step {step}  {figures['eval/reward_mean']:.3f}  ({late})")
 
     def say(self, message: str, *, alarm: bool = False) -> None:
         sys.stdout.write(f"ALARM {message}\n" if alarm else f"{message}\n")
@@ -131,6 +137,10 @@ class LiveDisplay:
         self._tokens_per_s = timings.get("throughput/rollout_tokens_per_s", self._tokens_per_s)
         self._state = judge({**metrics, **timings})
         self._outlook.step(metrics, timings)
+
+    def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
+        if "eval/reward_mean" in figures:
+            self._eval = (step, figures["eval/reward_mean"])
 
     def say(self, message: str, *, alarm: bool = False) -> None:
         # soft_wrap keeps a printed path in one piece, so that terminals can make it clickable.

@@ -129,6 +129,9 @@ EVAL = (
     Metric("eval/scored", "trajectories", "held-out trajectories in the mean"),
     Metric("eval/aborted", "trajectories", "held-out trajectories the engine aborted"),
     Metric("eval/failed/{boundary}", "trajectories", "held-out trajectories that failed, by boundary; in no mean"),
+    Metric("eval/latency_s", "s", "late score: from the snapshot of its step until it was there", True),
+    Metric("eval/lag_steps", "steps", "late score: steps that were trained meanwhile", True),
+    Metric("eval/skipped/{reason}", "evaluations", "the evaluation of this step was skipped, and why", True),
 )
 ASYNC = (
     Metric("async/submitted", "groups", "groups started since the run began"),

@@ -5,6 +5,7 @@ run.source.yaml   as given, with its overrides               plan.json   who run
 LOCK              held while a process runs here             logs/       one file a process
 metrics.jsonl     one object a step; a function of run-file and seed, compared bit for bit
 timings.jsonl     one object a step; everything the wall clock decides
+evals.jsonl       one object a late evaluation, under the step whose weights it measured
 events.jsonl      start, resume, publish, save, eval, alarm, stop
 rollouts/step_000012.parquet    checkpoints/step_000012/    report.html
 """
@@ -38,6 +39,14 @@ class RunDir:
     @property
     def timings(self) -> Path:
         return self.path / "timings.jsonl"
+
+    @property
+    def evals(self) -> Path:
+        return self.path / "evals.jsonl"
+
+    @property
+    def snapshots(self) -> Path:
+        return self.path / "snapshots"
 
     @property
     def events(self) -> Path:
@@ -149,8 +158,8 @@ class RunDir:
         return steps[-1] if steps else None
 
     def keep_steps_before(self, step: int) -> None:
-        """Drop the lines of `step` and later from metrics and timings, and a half line that a crash left."""
-        for file in (self.metrics, self.timings):
+        """Drop the lines of `step` and later from metrics, timings and late scores, and a half line of a crash."""
+        for file in (self.metrics, self.timings, self.evals):
             if file.exists():
                 kept = [record for record in read_lines(file) if record["step"] < step]
                 lines = (json.dumps(record, sort_keys=True, ensure_ascii=False) + "\n" for record in kept)

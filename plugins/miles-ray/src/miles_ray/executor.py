@@ -35,7 +35,8 @@ class RayExecutor:
         self._groups: list[Any] = []
         self._trainer: RayTrainer | None = None
         self._engines: list[RayEngine] = []
-        self._engine_place: tuple[EngineSpec, dict[str, float], Any] | None = None
+        self._engine_places: list[tuple[EngineSpec, dict[str, float], Any, int]] = []
+        """Of each engine: what it is told, and its bundle, reservation and position therein."""
         self._processes: dict[str, Process] = {}
 
     async def start_trainer(self, spec: TrainerSpec) -> RayTrainer:
@@ -69,22 +70,22 @@ class RayExecutor:
         await self._start(names, [actor.start.remote(*arguments) for actor in actors], RunError)
 
     async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]:
-        """Start all engines at once."""
+        """Start all engines of the call at once."""
         self._join_cluster()
+        first = len(self._engines)
         bundle = self._bundle(self._options.cpus_per_engine, self._options.gpus_per_engine, spec.device)
         actors = await self._place(EngineActor, [bundle] * spec.count, "engines")
-        self._engine_place = (spec, bundle, self._groups[-1])
-        engines = [RayEngine(actor, index) for index, actor in enumerate(actors)]
+        self._engine_places += [(spec, bundle, self._groups[-1], position) for position in range(spec.count)]
+        engines = [RayEngine(actor, index) for index, actor in enumerate(actors, first)]
         self._engines.extend(engines)
-        await self._start_in(list(enumerate(actors)), spec)
+        await self._start_in(list(enumerate(actors, first)), spec)
         return engines
 
     async def restart_engine(self, index: int) -> Engine:
         """Replace an engine; when its node is gone, Ray moves the reservation to another one that has room."""
-        assert self._engine_place is not None
-        spec, bundle, group = self._engine_place
+        spec, bundle, group, position = self._engine_places[index]
         await self._engines[index].kill("it is replaced")
-        actor = self._actor(EngineActor, group, index, bundle)
+        actor = self._actor(EngineActor, group, position, bundle)
         engine = self._engines[index] = RayEngine(actor, index)
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
@@ -122,7 +123,7 @@ class RayExecutor:
 
     async def close(self) -> None:
         """End engines, then ranks, reservations, and the cluster if it was started here. Idempotent."""
-        engines, self._engines = self._engines, []
+        engines, self._engines, self._engine_places = self._engines, [], []
         trainer, self._trainer = self._trainer, None
         groups, self._groups = self._groups, []
         try:
