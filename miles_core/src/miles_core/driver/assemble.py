@@ -111,10 +111,11 @@ async def open_run(
         if found is not None:
             await _restore(run, found)
         beyond = run.start_step - run.last_step
-        run.complete = beyond > 0 or (beyond == 0 and directory.last_step() == run.last_step)
+        scored = not any(directory.snapshots.glob("step_*"))  # none of the evaluations beside training is left
+        run.complete = beyond > 0 or (beyond == 0 and directory.last_step() == run.last_step and scored)
         if resume and not run.complete:
             directory.keep_steps_before(run.start_step)
-        if spec.eval.every_steps is not None and spec.eval.on != "shared":
+        if spec.eval.every_steps is not None and spec.eval.on != "shared" and not run.complete:
             run.late = await _late_evaluations(resolved, run, episodes, device)
             stack.push_async_callback(run.late.close)
             run.late.take_up(run.start_step)
