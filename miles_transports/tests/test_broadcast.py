@@ -56,8 +56,8 @@ def test_packing_keeps_every_tensor_whatever_its_dtype_and_shape(values: list[to
 
 async def test_the_default_process_group_is_left_alone() -> None:
     kit = TestBroadcast()
-    assert not dist.is_initialized()
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    if not dist.is_initialized():  # a test before may have left its own, which will do as well
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         mine = dist.group.WORLD
         async with kit.connected() as connected:

@@ -19,7 +19,7 @@ from miles_core.config.spec import Pick, RewardPick, RunSpec, SamplingSpec, Sect
 
 MAX_FIELDS_A_SECTION = 20
 MAX_TOP_KEYS = 28
-MAX_FIELDS = 120
+MAX_FIELDS = 125
 
 
 def sections(model: type[BaseModel] = RunSpec) -> dict[str, type[BaseModel]]:

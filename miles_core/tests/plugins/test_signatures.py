@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from miles_core.capability import KINDS
-from miles_core.signatures import CONSTRUCTED_WITH, faults, protocol_of
+from miles_core.signatures import CONSTRUCTED_WITH, OBJECT_KINDS, faults, protocol_of
 
 
 class Sound:
@@ -91,9 +91,9 @@ def test_options_arrive_as_keyword_arguments():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_has_a_protocol_and_is_either_class_or_function(kind):
+def test_every_kind_has_a_protocol_and_is_either_class_function_or_object(kind):
     protocol = protocol_of(kind)
-    assert (kind in CONSTRUCTED_WITH) is not ("__call__" in vars(protocol))
+    assert (kind in CONSTRUCTED_WITH) + ("__call__" in vars(protocol)) + (kind in OBJECT_KINDS) == 1
 
 
 @pytest.mark.parametrize("kind", CONSTRUCTED_WITH)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +69,19 @@ def test_groups_on_disk_are_what_they_were(tmp_path: Path) -> None:
                 assert getattr(row, name) == getattr(again, name), name
             assert dict(row.metadata) == dict(again.metadata)
             again.check()
+
+
+def test_branches_of_a_session_come_back_with_their_row(tmp_path: Path) -> None:
+    finished = finished_group(3, size=3)
+    first, second, third = finished.group.trajectories
+    tree = replace(first, branches=(second, replace(third, branches=(second,))))
+    group = replace(finished.group, trajectories=(tree,))
+    group_file.write(tmp_path, [type(finished)(number=3, group=group)])
+    (found,) = group_file.read(tmp_path, lambda _: finished.group.prompt)
+    (again,) = found.group.trajectories
+    assert [len(row.branches) for row in (again, *again.branches)] == [2, 0, 1]
+    np.testing.assert_array_equal(again.branches[1].logprobs, third.logprobs)
+    np.testing.assert_array_equal(again.branches[1].branches[0].token_ids, second.token_ids)
 
 
 def test_every_field_of_a_trajectory_is_written() -> None:

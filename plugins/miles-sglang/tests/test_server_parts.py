@@ -184,7 +184,7 @@ class TestProcess:
         process = ServerProcess([sys.executable, "-c", CHILDREN], dict(os.environ), tmp_path / "log", [])
         assert _eventually(lambda: len(_group(process.pid)) == 2)
         process.kill()
-        assert _group(process.pid) == []
+        assert _eventually(lambda: _group(process.pid) == [])
 
     def test_a_vanished_owner_leaves_no_process_and_no_staged_weights(self, tmp_path: Path) -> None:
         scratch = tmp_path / "scratch"

@@ -20,7 +20,7 @@ from miles_core.types import Boundary, Failure, Group, Message, Prompt, Status, 
 
 ARRAYS = ("token_ids", "sampled", "loss_mask", "logprobs")
 PLAIN = ("prompt_id", "session_id", "temperature", "reward")
-SPECIAL = frozenset({"spans", "status", "failure", "routes", "messages", "metadata"})
+SPECIAL = frozenset({"spans", "status", "failure", "routes", "messages", "metadata", "branches"})
 
 
 def write(folder: Path, groups: Sequence[FinishedGroup]) -> None:
@@ -29,13 +29,7 @@ def write(folder: Path, groups: Sequence[FinishedGroup]) -> None:
     arrays: dict[str, Any] = {}
     records = []
     for finished in groups:
-        rows = []
-        for row in finished.group.trajectories:
-            index = len(arrays)
-            arrays |= {f"{index}/{name}": getattr(row, name) for name in ARRAYS}
-            if row.routes is not None:
-                arrays[f"{index}/routes"] = row.routes
-            rows.append({"index": index, **_plain(row)})
+        rows = [_put(row, arrays) for row in finished.group.trajectories]
         records.append({"number": finished.number, "prompt": finished.group.prompt.id, "trajectories": rows})
     (folder / "groups.json").write_text(json.dumps(records))
     np.savez(folder / "groups.npz", **arrays)
@@ -67,6 +61,15 @@ def read(folder: Path, prompt_of: Callable[[str], Prompt]) -> list[FinishedGroup
     return groups
 
 
+def _put(row: Trajectory, arrays: dict[str, Any]) -> dict[str, Any]:
+    """Add the arrays of a row and of its branches; the record of the rest."""
+    index = len(arrays)
+    arrays |= {f"{index}/{name}": getattr(row, name) for name in ARRAYS}
+    if row.routes is not None:
+        arrays[f"{index}/routes"] = row.routes
+    return {"index": index, **_plain(row), "branches": [_put(branch, arrays) for branch in row.branches]}
+
+
 def _plain(row: Trajectory) -> dict[str, Any]:
     return {
         **{name: getattr(row, name) for name in PLAIN},
@@ -89,6 +92,7 @@ def _trajectory(record: Mapping[str, Any], arrays: Mapping[str, Any]) -> Traject
         routes=arrays.get(f"{index}/routes"),
         messages=tuple(_message(message) for message in record["messages"]),
         metadata=record["metadata"],
+        branches=tuple(_trajectory(branch, arrays) for branch in record["branches"]),
     )
 
 
