@@ -7,7 +7,6 @@ all tokens, whatever the split.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -19,13 +18,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from miles_core.batching import plan_micro_batches
-from miles_core.errors import ConfigError, ContractError, DataError, RunError
+from miles_core.errors import ConfigError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
-from miles_core.kinds.loss import Loss
 from miles_core.numerics import ops
 from miles_core.trainer import checkpoint
 from miles_core.trainer.folder import write_folder
-from miles_core.trainer.objective import RankReport, Sums, combine, micro_batch_loss
+from miles_core.trainer.objective import RankReport, Sums, check_trainable, combine, load_loss, micro_batch_loss
 from miles_core.trainer.offload import Offloader
 from miles_core.trainer.packing import scored_positions
 from miles_core.types import Float32, TrainBatch, WeightBucket
@@ -86,7 +84,7 @@ class FsdpBackend:
             reference = load_model(context.model_path, options.attn_implementation, self._param_dtype)
             self._place(reference, train=False)
             self._reference = reference.module
-        self._loss = _resolve(context.loss.load)
+        self._loss = load_loss(context.loss.load)
         self._offloader = Offloader()
 
     def _place(self, loaded: LoadedModel, *, train: bool) -> Weights:
@@ -172,7 +170,7 @@ class FsdpBackend:
             RunError: loss or gradient is not finite and the run says stop; or the state is offloaded.
         """
         self._check(batch)
-        _check_trainable(batch, needs_reference=self._context.loss.kl_coef != 0.0)
+        check_trainable(batch, needs_reference=self._context.loss.kl_coef != 0.0)
         self._weights.zero_grad()
         sums = Sums()
         entropy_grad = self._context.loss.entropy_coef != 0.0
@@ -308,25 +306,3 @@ class FsdpBackend:
                 where=f"sequence {int(np.argmax(batch.lengths))} of the batch",
                 do="lower model.context_length or rollout.sampling.max_tokens",
             )
-
-
-def _resolve(load: str) -> Loss:
-    module, _, attribute = load.partition(":")
-    loss: Loss = getattr(importlib.import_module(module), attribute)
-    return loss
-
-
-def _check_trainable(batch: TrainBatch, *, needs_reference: bool) -> None:
-    problem = None
-    if batch.num_loss_tokens == 0:
-        problem = ("at least one trained token", f"none among {batch.num_tokens}")
-    elif batch.old_logprobs is None:
-        problem = ("`old_logprobs`", "None")
-    elif needs_reference and batch.ref_logprobs is None:
-        problem = ("`ref_logprobs`, since the loss has a KL term", "None")
-    elif scored_positions(batch).shape[0] != batch.num_loss_tokens:
-        problem = ("trained tokens that have a prefix", "a sequence whose first token is trained")
-    if problem is not None:
-        raise ContractError(
-            "the batch cannot be trained on", expected=problem[0], found=problem[1], do="report the driver"
-        )

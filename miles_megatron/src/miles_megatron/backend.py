@@ -7,7 +7,6 @@ the gradient is that of the sum over all tokens, whatever the layout.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,9 +21,8 @@ import miles_megatron.start  # noqa: F401
 from miles_core.batching import plan_micro_batches
 from miles_core.errors import ContractError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
-from miles_core.kinds.loss import Loss
 from miles_core.trainer.folder import write_folder
-from miles_core.trainer.objective import RankReport, Sums, combine, micro_batch_loss
+from miles_core.trainer.objective import RankReport, Sums, check_trainable, combine, load_loss, micro_batch_loss
 from miles_core.trainer.packing import scored_positions
 from miles_core.types import UNRECORDED, Float32, RouteMode, TrainBatch, WeightBucket
 from miles_megatron.options import MegatronOptions
@@ -49,7 +47,7 @@ class MegatronBackend:
         """
         self._options, self._context = options, context
         self._device = torch.device(context.device)
-        self._loss = _resolve(context.loss.load)
+        self._loss = load_loss(context.loss.load)
         with at_work(self._device):
             self._setup = Setup(options, context)
             try:
@@ -172,7 +170,7 @@ class MegatronBackend:
             RunError: loss or gradient is not finite and the run says stop; or the state is offloaded.
         """
         self._check(batch)
-        _check_trainable(batch, needs_reference=self._context.loss.kl_coef != 0.0)
+        check_trainable(batch, needs_reference=self._context.loss.kl_coef != 0.0)
         settings, sums = self._context.loss, Sums()
         optimizer = self._policy.optimizer
 
@@ -330,26 +328,4 @@ def _check_routes(batch: TrainBatch, shape: ModelShape) -> None:
             found=found,
             where="TrainBatch.routes",
             do="let engine and trainer load the same checkpoint",
-        )
-
-
-def _resolve(load: str) -> Loss:
-    module, _, attribute = load.partition(":")
-    loss: Loss = getattr(importlib.import_module(module), attribute)
-    return loss
-
-
-def _check_trainable(batch: TrainBatch, *, needs_reference: bool) -> None:
-    problem = None
-    if batch.num_loss_tokens == 0:
-        problem = ("at least one trained token", f"none among {batch.num_tokens}")
-    elif batch.old_logprobs is None:
-        problem = ("`old_logprobs`", "None")
-    elif needs_reference and batch.ref_logprobs is None:
-        problem = ("`ref_logprobs`, since the loss has a KL term", "None")
-    elif scored_positions(batch).shape[0] != batch.num_loss_tokens:
-        problem = ("trained tokens that have a prefix", "a sequence whose first token is trained")
-    if problem is not None:
-        raise ContractError(
-            "the batch cannot be trained on", expected=problem[0], found=problem[1], do="report the driver"
         )

@@ -5,6 +5,7 @@ Letters: N packed tokens of the micro-batch, K of them trained.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -127,3 +128,30 @@ def micro_batch_loss(
     for name, values in output.metrics.items():
         sums.add(name, torch.where(mask, values, 0.0).sum())
     return result
+
+
+def load_loss(load: str) -> Loss:
+    """The loss that ``module:function`` names."""
+    module, _, attribute = load.partition(":")
+    loss: Loss = getattr(importlib.import_module(module), attribute)
+    return loss
+
+
+def check_trainable(batch: TrainBatch, *, needs_reference: bool) -> None:
+    """
+    Raises:
+        ContractError: the batch lacks what the loss needs.
+    """
+    problem = None
+    if batch.num_loss_tokens == 0:
+        problem = ("at least one trained token", f"none among {batch.num_tokens}")
+    elif batch.old_logprobs is None:
+        problem = ("`old_logprobs`", "None")
+    elif needs_reference and batch.ref_logprobs is None:
+        problem = ("`ref_logprobs`, since the loss has a KL term", "None")
+    elif scored_positions(batch).shape[0] != batch.num_loss_tokens:
+        problem = ("trained tokens that have a prefix", "a sequence whose first token is trained")
+    if problem is not None:
+        raise ContractError(
+            "the batch cannot be trained on", expected=problem[0], found=problem[1], do="report the driver"
+        )
