@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_core.errors import EngineError, EngineLost, RunError
@@ -24,6 +24,8 @@ from miles_ray.remote import fetch
 from miles_ray.trainer import RayTrainer
 
 MIB = 1024 * 1024
+RETRY_S = 0.5
+"""Between attempts to start an engine whose node turns out to be dead."""
 
 
 class RayExecutor:
@@ -82,14 +84,21 @@ class RayExecutor:
         return engines
 
     async def restart_engine(self, index: int) -> Engine:
-        """Replace an engine; when its node is gone, Ray moves the reservation to another one that has room."""
-        spec, bundle, group, position = self._engine_places[index]
-        await self._engines[index].kill("it is replaced")
-        actor = self._actor(EngineActor, group, position, bundle)
-        engine = self._engines[index] = RayEngine(actor, index)
+        """Replace an engine; when its node is gone, Ray moves the reservation to another one that has room.
+
+        Ray finds a node dead only after seconds of missed heartbeats. What it is asked to start there meanwhile dies
+        before it ran, and is started anew for as long as there is time.
+        """
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
-                await self._start_in([(index, actor)], spec)
+                while True:
+                    node = self._reserved_node(index)
+                    try:
+                        return await self._start_anew(index)
+                    except EngineLost:
+                        if node in {found["NodeID"] for found in ray.nodes() if found["Alive"]}:
+                            raise
+                        await asyncio.sleep(RETRY_S)
         except TimeoutError:
             raise EngineError(
                 f"engine {index} did not start again within {self._options.start_timeout_s:g} s",
@@ -97,6 +106,18 @@ class RayExecutor:
                 where="executor ray",
                 do="add a node with room for it, or raise executor.start_timeout_s",
             ) from None
+
+    def _reserved_node(self, index: int) -> str:
+        """Node that Ray holds an engine's reservation on; empty while it looks for another one."""
+        _, _, group, position = self._engine_places[index]
+        return str(placement_group_table(group)["bundles_to_node_id"].get(position, ""))
+
+    async def _start_anew(self, index: int) -> Engine:
+        spec, bundle, group, position = self._engine_places[index]
+        await self._engines[index].kill("it is replaced")
+        actor = self._actor(EngineActor, group, position, bundle)
+        engine = self._engines[index] = RayEngine(actor, index)
+        await self._start_in([(index, actor)], spec)
         return engine
 
     async def _start_in(self, actors: Sequence[tuple[int, Any]], spec: EngineSpec) -> None:
