@@ -1,4 +1,4 @@
-"""Eight broken engines and ten healthy runs, each diagnosed by `miles doctor`.
+"""Eight broken engines and twelve healthy runs, each diagnosed by `miles doctor`.
 
     python benchmarks/planted_faults.py [NAME ...] [--out TABLE.md]
 
@@ -174,8 +174,22 @@ HEALTHY = {
     "rollout as old policy": Case(changes={"objective.old_logprobs": "rollout"}),
     "experts recorded, bfloat16": Case(model="moe-bfloat16", changes={"rollout.routes": "record"}),
     "experts replayed, bfloat16": Case(model="moe-bfloat16", changes={"rollout.routes": "replay"}),
+    "experts recorded, one step off": Case(
+        model="moe-bfloat16",
+        changes={"rollout.routes": "record", "schedule.mode": "one-step-off", "placement.mode": "separate"},
+    ),
     "one step off": Case(changes={"schedule.mode": "one-step-off", "placement.mode": "separate"}),
     "fully asynchronous": Case(changes={"schedule.mode": "fully-async", "placement.mode": "separate"}),
+    "fully asynchronous, in place": Case(
+        changes={
+            "schedule.mode": "fully-async",
+            "schedule.on_weight_update": "in-place",
+            "placement.mode": "separate",
+            "rollout.sampling.max_tokens": 96,
+            "optimizer.lr": 0.03,
+            "schedule.steps": 8,
+        }
+    ),
     "high learning rate, bfloat16": Case(
         model="dense-bfloat16", changes={"optimizer.lr": 0.03, "schedule.steps": 8, "engine.prefix_cache": False}
     ),

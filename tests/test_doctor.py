@@ -51,5 +51,5 @@ def test_the_doctor_names_the_contract_of_the_others(name: str, tmp_path: Path) 
     check(name, tmp_path)
 
 
-def test_eight_faults_and_ten_healthy_runs_are_planted() -> None:
-    assert (len(planted.FAULTS), len(planted.HEALTHY)) == (8, 10)
+def test_eight_faults_and_twelve_healthy_runs_are_planted() -> None:
+    assert (len(planted.FAULTS), len(planted.HEALTHY)) == (8, 12)

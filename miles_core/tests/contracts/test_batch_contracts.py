@@ -10,6 +10,7 @@ import pytest
 
 from miles_core.contracts import logprobs, routes
 from miles_core.contracts.report import Verdict
+from miles_core.contracts.versions import fresh_tokens
 from miles_core.kinds.backend import RouteCounts
 from miles_core.types import RouteMode, TrainBatch
 
@@ -85,11 +86,11 @@ def test_staleness_is_another_contract_so_fresh_tokens_are_judged_where_there_ar
     versions = np.array([-1, 3, 2, -1, 3, 1])
     moved = batch(old_logprobs=old(0.4, 0.1, 0.41, 0.1), versions=versions)  # only the stale ones differ
     assert logprobs.check(moved).status is Verdict.BROKEN
-    report = logprobs.check(moved, current_version=3)
+    report = logprobs.check(moved, fresh=versions == 3)
     assert report.status is Verdict.OK
     assert report.metrics["contract/logprobs/fresh_fraction"] == 0.5
     assert report.metrics["contract/logprobs/abs_diff_mean_fresh"] == pytest.approx(math.log(0.41 / 0.4) / 2, rel=1e-5)
-    nothing_fresh = logprobs.check(moved, current_version=4)
+    nothing_fresh = logprobs.check(moved, fresh=versions == 4)
     assert nothing_fresh.status is Verdict.UNAVAILABLE
     assert nothing_fresh.metrics["contract/logprobs/abs_diff_mean"] > 0.1
     assert "contract/logprobs/abs_diff_mean_fresh" not in nothing_fresh.metrics
@@ -98,16 +99,16 @@ def test_staleness_is_another_contract_so_fresh_tokens_are_judged_where_there_ar
 def test_a_promise_of_equality_is_broken_by_one_fresh_token_and_by_no_stale_one() -> None:
     versions = np.array([-1, 3, 2, -1, 3, 1])
     stale_moved = batch(old_logprobs=old(0.4, 0.1, 0.4, 0.1), versions=versions)
-    report = logprobs.check(stale_moved, current_version=3, exact=True)
+    report = logprobs.check(stale_moved, fresh=versions == 3, exact=True)
     assert report.status is Verdict.OK
     assert report.metrics["contract/logprobs/abs_diff_max_fresh"] == 0.0
     one_off = batch(old_logprobs=old(0.4, 0.1, np.float32(0.4) * np.float32(1 + 1e-6), 0.1), versions=versions)
-    assert logprobs.check(one_off, current_version=3).status is Verdict.OK
-    report = logprobs.check(one_off, current_version=3, exact=True)
+    assert logprobs.check(one_off, fresh=versions == 3).status is Verdict.OK
+    report = logprobs.check(one_off, fresh=versions == 3, exact=True)
     assert report.status is Verdict.BROKEN
     assert 0 < report.metrics["contract/logprobs/abs_diff_max_fresh"] < 1e-5
     assert report.offenders
-    assert logprobs.check(stale_moved, current_version=4, exact=False).status is Verdict.UNAVAILABLE
+    assert logprobs.check(stale_moved, fresh=versions == 4, exact=False).status is Verdict.UNAVAILABLE
 
 
 def test_a_large_mean_difference_is_broken_and_names_the_worst_sequence() -> None:
@@ -141,9 +142,20 @@ def test_dense_models_have_no_routes_to_agree_on() -> None:
     assert routes.check(batch(), num_experts=None).status is Verdict.NOT_APPLICABLE
 
 
+AGREED = RouteCounts(recorded=4, unrecorded=0, own_differs=0, used_differs=0)
+SAME = {"contract/routes/different_fraction": 0.0, "contract/routes/own_different_fraction": 0.0}
+
+
 def test_unused_rows_of_last_tokens_do_not_count() -> None:
-    report = routes.check(batch(routes=SOUND), num_experts=8, mode="replay")
+    report = routes.check(batch(routes=SOUND), num_experts=8, mode="replay", counts=AGREED)
     assert report.status is Verdict.OK
+    assert report.metrics == {"contract/routes/coverage": 1.0, "contract/routes/unrecorded_tokens": 0.0, **SAME}
+
+
+def test_sound_records_that_no_scoring_pass_compared_are_no_verdict() -> None:
+    report = routes.check(batch(routes=SOUND), num_experts=8, mode="replay")
+    assert report.status is Verdict.UNAVAILABLE
+    assert report.figures["contract/routes/available"] == 0.0
     assert report.metrics == {"contract/routes/coverage": 1.0, "contract/routes/unrecorded_tokens": 0.0}
 
 
@@ -168,9 +180,9 @@ def test_impossible_experts_are_broken(pair: tuple[int, int], says: str) -> None
 def test_unrecorded_rows_are_counted_and_break_nothing() -> None:
     partly = SOUND.copy()
     partly[[1, 5]] = -1
-    report = routes.check(batch(routes=partly), num_experts=8, mode="replay")
+    report = routes.check(batch(routes=partly), num_experts=8, mode="replay", counts=AGREED)
     assert report.status is Verdict.OK
-    assert report.metrics == {"contract/routes/coverage": 0.75, "contract/routes/unrecorded_tokens": 1.0}
+    assert report.metrics == {"contract/routes/coverage": 0.75, "contract/routes/unrecorded_tokens": 1.0, **SAME}
 
 
 @pytest.mark.parametrize("mode", ["record", "replay"])
@@ -193,3 +205,19 @@ def test_other_experts_break_replay_at_once_and_recording_when_they_are_many(
     assert report.status == verdict
     assert report.metrics["contract/routes/different_fraction"] == used / 100
     assert report.metrics["contract/routes/own_different_fraction"] == 0.4
+
+
+@pytest.mark.parametrize(("mode", "used", "verdict"), [("record", 40, "unavailable"), ("replay", 1, "broken")])
+def test_a_router_that_has_learnt_since_breaks_only_replay(mode: RouteMode, used: int, verdict: str) -> None:
+    counts = RouteCounts(recorded=100, unrecorded=3, own_differs=40, used_differs=used)
+    fresh = np.array([False, True, True, False, True, False])
+    report = routes.check(batch(routes=SOUND), num_experts=8, mode=mode, counts=counts, fresh=fresh)
+    assert report.status == verdict
+    assert report.metrics["contract/routes/different_fraction"] == used / 100
+
+
+def test_tokens_over_the_keys_of_older_weights_are_not_fresh() -> None:
+    versions = np.array([-1, 3, 2, -1, 3, 3])  # the first row went through an update
+    mixed = batch(versions=versions)
+    assert fresh_tokens(mixed, 3).tolist() == [False, True, False, False, True, True]
+    assert fresh_tokens(mixed, 3, mixed_keys=True).tolist() == [False] * 4 + [True] * 2

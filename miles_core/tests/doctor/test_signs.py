@@ -171,6 +171,12 @@ def test_experts(routes: str, own: float, used: float, cause: str | None, tmp_pa
     assert verdict(tmp_path / "run") == (None if cause is None else ("routes", cause, 1))
 
 
+def test_a_router_that_has_learnt_since_is_no_fault(tmp_path: Path) -> None:
+    metrics = {"contract/routes/own_different_fraction": 0.6, "contract/logprobs/fresh_fraction": 0.0}
+    write_run(tmp_path / "run", noise(0.01), metrics=metrics, settings={"rollout": {"routes": "record"}})
+    assert verdict(tmp_path / "run") is None
+
+
 def error(kind: str, message: str) -> dict[str, Any]:
     return {"kind": "error", "type": kind, "message": message}
 

@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from miles_core.contracts.report import MAX_OFFENDERS, Report, Verdict
 from miles_core.types import TrainBatch
@@ -27,7 +28,7 @@ def check(
     batch: TrainBatch,
     *,
     old_is_rollout: bool = False,
-    current_version: int | None = None,
+    fresh: npt.NDArray[np.bool_] | None = None,
     max_mean_abs_diff: float = MAX_MEAN_ABS_DIFF,
     exact: bool = False,
 ) -> Report:
@@ -35,9 +36,9 @@ def check(
 
     Args:
         old_is_rollout: The run takes the engine's log-probs as the old policy; then there is nothing to compare.
-        current_version: Version of the trainer's weights, or the one they get when they are published next. Tokens of
-            older versions differ also because the policy has moved on, which is no fault of either side. Fresh tokens
-            alone are judged; without any, the figures are reported and the verdict is unavailable.
+        fresh: bool[N], tokens that the trainer's own weights sampled; see `versions.fresh_tokens`. The others differ
+            also because the policy has moved on, which is no fault of either side. Fresh tokens alone are judged;
+            without any, the figures are reported and the verdict is unavailable. None is all.
         max_mean_abs_diff: Nats beyond which the mean of \\|d\\| breaks the contract.
         exact: The run promises identical log-probs (true-on-policy): one fresh token that differs breaks the contract.
     """
@@ -48,7 +49,7 @@ def check(
     ratio = np.exp(np.clip(d, -20.0, 20.0))
     mean = float(np.abs(d).mean())
     low, high = RATIO_BOUNDS
-    fresh = np.ones(d.shape, np.bool_) if current_version is None else batch.versions[mask] == current_version
+    fresh = np.ones(d.shape, np.bool_) if fresh is None else fresh[mask]
     judged = float(np.abs(d[fresh]).mean()) if fresh.any() else 0.0
     largest = float(np.abs(d[fresh]).max(initial=0.0))
     broken = math.isnan(mean) or not judged <= max_mean_abs_diff or (exact and largest != 0.0)

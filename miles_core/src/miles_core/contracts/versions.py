@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 from miles_core.contracts.report import MAX_OFFENDERS, Report, Verdict
-from miles_core.types import Group, TokenSpan
+from miles_core.types import Group, TokenSpan, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +57,20 @@ def group_staleness(group: Group, current_version: int) -> Staleness | None:
     """Age of a group: over all sampled tokens of its trainable trajectories."""
     rows = (row for attempt in group.trainable for row in attempt.rows)
     return staleness((span for row in rows for span in row.spans), current_version)
+
+
+def fresh_tokens(batch: TrainBatch, version: int, *, mixed_keys: bool = False) -> npt.NDArray[np.bool_]:
+    """bool[N]: tokens that weight version `version` sampled.
+
+    Args:
+        mixed_keys: Requests go on over the key-values of older weights (in-place updates). No single version gives the
+            log-probs of what is sampled then, so that rows of several versions have no fresh token.
+    """
+    fresh: npt.NDArray[np.bool_] = batch.versions == version
+    if mixed_keys:
+        other = (batch.versions >= 0) & ~fresh
+        fresh &= ~np.isin(batch.sequence_ids, np.unique(batch.sequence_ids[other]))
+    return fresh
 
 
 def check(groups: Sequence[Group], *, current_version: int, max_staleness: int | None = None) -> Report:

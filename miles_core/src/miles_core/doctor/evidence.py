@@ -37,7 +37,7 @@ class StepTokens:
     place: Int64
     """[K] how many tokens of its trajectory were trained before it"""
     lag: Int64
-    """[K] published versions since the one that sampled it; 0 is fresh"""
+    """[K] published versions since the one that sampled it; 0 is fresh, at least 1 is a token over older key-values"""
     cached: Sequence[int | None]
     """[R] prompt tokens whose key-values the engine reused over all turns; None where the trajectory does not say"""
     rows: Sequence[RolloutRow]
@@ -129,6 +129,7 @@ def _standing(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 def _tokens(record: RunRecord, step: int) -> StepTokens:
     rows = record.rollouts(step)
     current = _scored_version(record, step)
+    mixed_keys = (record.config.get("schedule") or {}).get("on_weight_update") == "in-place"
     parts: dict[str, list[Any]] = {name: [] for name in ("rollout", "trainer", "row", "place", "lag")}
     cached: list[int | None] = []
     for index, row in enumerate(rows):
@@ -138,7 +139,10 @@ def _tokens(record: RunRecord, step: int) -> StepTokens:
         parts["trainer"].append(row.old_logprobs[known].astype(np.float64))
         parts["row"].append(np.full(count, index, dtype=np.int64))
         parts["place"].append(np.arange(count, dtype=np.int64))
-        parts["lag"].append(np.ones(count, dtype=np.int64) if current is None else current - row.versions[known])
+        lag = np.ones(count, dtype=np.int64) if current is None else current - row.versions[known]
+        if mixed_keys and len(set(row.versions[row.versions >= 0].tolist())) > 1:
+            lag = np.maximum(lag, 1)  # as in `contracts.versions.fresh_tokens`
+        parts["lag"].append(lag)
         # The sum over turns says nothing of the first one: a later turn always reuses it.
         reused = row.metadata.get("cached_tokens") if row.metadata.get("turns", 1) == 1 else None
         cached.append(int(reused) if isinstance(reused, int | float) else None)

@@ -69,7 +69,9 @@ def other_experts(evidence: Evidence) -> Finding | None:
     """The engine's experts are not those the trainer's router picks."""
     record = evidence.record
     series = record.series("contract/routes/own_different_fraction")
-    over = [(step, value) for step, value in series if value > MAX_DIFFERENT_FRACTION]
+    # A router that has learnt since picks other experts for old tokens: no fault.
+    aged = {step for step, fraction in record.series("contract/logprobs/fresh_fraction") if fraction < 1}
+    over = [(step, value) for step, value in series if value > MAX_DIFFERENT_FRACTION and step not in aged]
     forced = [(step, value) for step, value in record.series("contract/routes/different_fraction") if value > 0]
     replaying = evidence.setting("rollout.routes") == "replay"
     if replaying and forced:

@@ -164,15 +164,12 @@ def check_contracts(
     old_is_rollout = run.spec.objective.old_logprobs == "rollout"
     # Between two publishes the trainer is ahead of every engine: no token there is of its own version.
     scored = version if run.published_step == run.trained_step else version + 1
+    in_place = run.spec.schedule.on_weight_update == "in-place"
+    fresh = versions.fresh_tokens(batch, scored, mixed_keys=in_place)
     return [
         tokens.check(collected.groups, batch),
-        routes.check(batch, num_experts=run.num_experts, mode=run.spec.rollout.routes, counts=counts),
-        logprobs.check(
-            batch,
-            old_is_rollout=old_is_rollout,
-            current_version=scored,
-            exact=run.spec.precision.true_on_policy,
-        ),
+        routes.check(batch, num_experts=run.num_experts, mode=run.spec.rollout.routes, counts=counts, fresh=fresh),
+        logprobs.check(batch, old_is_rollout=old_is_rollout, fresh=fresh, exact=run.spec.precision.true_on_policy),
         versions.check(collected.groups, current_version=version, max_staleness=max_staleness),
     ]
 
