@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Mapping, Sequence
 
@@ -46,9 +47,12 @@ async def learn(run: Run, collected: Collected, step: int, *, max_staleness: int
     """
     batch = await _prepare(run, collected, step)
     counts = await _route_counts(run)
-    reports = check_contracts(run, collected, batch, version=run.version, max_staleness=max_staleness, counts=counts)
+    # Work on millions of tokens goes to a thread: the rollout's event loop goes on beside it.
+    reports = await asyncio.to_thread(
+        check_contracts, run, collected, batch, version=run.version, max_staleness=max_staleness, counts=counts
+    )
     run.recorder.contracts(step, reports)  # before the update, so that a run that ends here leaves its evidence
-    run.recorder.rollouts(step, collected.groups, batch)
+    await asyncio.to_thread(run.recorder.rollouts, step, collected.groups, batch)
     refuse_broken(reports, version=run.version)
     metrics = await _update(run, batch, step)
     run.trained_step = step
@@ -223,7 +227,7 @@ def report_rollout(run: Run, collected: Collected, step: int) -> None:
 async def _prepare(run: Run, collected: Collected, step: int) -> TrainBatch:
     """The batch with old and reference log-probs; advantages come with the update."""
     objective = run.spec.objective
-    batch = batching.pack(collected.groups)
+    batch = await asyncio.to_thread(batching.pack, collected.groups)
     with run.recorder.phase("log_probs"), waiting("driver", on=f"log-probs of step {step}"):
         if objective.old_logprobs == "trainer":
             batch = batching.with_old_logprobs(batch, await run.trainer.log_probs(batch))

@@ -85,13 +85,12 @@ def write(folder: Path, step: int, groups: Sequence[Group], batch: TrainBatch) -
     Raises:
         RunError: the file could not be written; no half file is left.
     """
-    found = enumerate(_with_old(groups, batch))
-    rows = [_row(step, group, sample, trajectory, old) for sample, (group, trajectory, old) in found]
+    table = _table(step, list(_with_old(groups, batch)))
     target = folder / f"step_{step:06d}.parquet"
     partial = target.with_name(target.name + ".partial")
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), partial, compression="zstd")
+        pq.write_table(table, partial, compression="zstd")
         partial.rename(target)
     except OSError as error:
         partial.unlink(missing_ok=True)
@@ -157,12 +156,44 @@ def _with_old(groups: Sequence[Group], batch: TrainBatch) -> list[tuple[int, Tra
     return found
 
 
-def _row(step: int, group: int, sample: int, trajectory: Trajectory, old: Float32 | None) -> dict[str, Any]:
-    failure = trajectory.failure
-    known = np.full(trajectory.length, np.nan, dtype=np.float32) if old is None else old
+def _table(step: int, found: Sequence[tuple[int, Trajectory, Float32 | None]]) -> pa.Table:
+    """All rows at once. Token columns come from whole arrays: token by token, a large step took half a minute."""
+    rows = [trajectory for _, trajectory, _ in found]
+    old = [np.full(row.length, np.nan, dtype=np.float32) if known is None else known for _, row, known in found]
+    plain = [_row(step, group, sample, row) for sample, (group, row, _) in enumerate(found)]
+    columns: dict[str, Any] = {name: [row[name] for row in plain] for name in (plain[0] if plain else ())}
+    offsets = np.cumsum([0, *(row.length for row in rows)])
+
+    def tokens(name: str, arrays: Sequence[Any], known: Sequence[Bool] | None = None) -> pa.Array:
+        kind = SCHEMA.field(name).type
+        nulls = None if known is None else ~np.concatenate(known)
+        values = pa.array(np.concatenate(arrays), type=kind.value_type, mask=nulls)
+        return pa.ListArray.from_arrays(pa.array(offsets, type=pa.int32()), values, type=kind)
+
+    if rows:
+        columns |= {
+            "token_ids": tokens("token_ids", [row.token_ids for row in rows]),
+            "loss_mask": tokens("loss_mask", [row.loss_mask for row in rows]),
+            "logprobs": tokens("logprobs", [row.logprobs for row in rows], [np.isfinite(row.logprobs) for row in rows]),
+            "old_logprobs": tokens(
+                "old_logprobs", old, [row.loss_mask & np.isfinite(known) for row, known in zip(rows, old, strict=True)]
+            ),
+            "versions": tokens("versions", [_versions(row) for row in rows]),
+        }
+    return pa.Table.from_pydict({name: columns.get(name, []) for name in SCHEMA.names}, schema=SCHEMA)
+
+
+def _versions(trajectory: Trajectory) -> Int64:
+    """[T], -1 where not sampled"""
     versions = np.full(trajectory.length, -1, dtype=np.int64)
     for span in trajectory.spans:
         versions[span.start : span.end] = span.weight_version
+    return versions
+
+
+def _row(step: int, group: int, sample: int, trajectory: Trajectory) -> dict[str, Any]:
+    """The columns that hold one value each."""
+    failure = trajectory.failure
     said = [message.content for message in trajectory.messages if message.role == "assistant"]
     return {
         "step": step,
@@ -177,16 +208,7 @@ def _row(step: int, group: int, sample: int, trajectory: Trajectory, old: Float3
         "text": "\n\n".join(said),
         "messages": json.dumps([asdict(message) for message in trajectory.messages], ensure_ascii=False),
         "metadata": json.dumps(dict(trajectory.metadata), ensure_ascii=False, default=repr),
-        "token_ids": trajectory.token_ids,
-        "loss_mask": trajectory.loss_mask,
-        "logprobs": _nullable(trajectory.logprobs, np.isfinite(trajectory.logprobs)),
-        "old_logprobs": _nullable(known, trajectory.loss_mask & np.isfinite(known)),
-        "versions": versions,
     }
-
-
-def _nullable(values: Float32, known: Bool) -> list[float | None]:
-    return [float(value) if there else None for value, there in zip(values, known, strict=True)]
 
 
 def _from_row(row: Mapping[str, Any]) -> RolloutRow:
