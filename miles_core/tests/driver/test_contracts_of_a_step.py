@@ -45,6 +45,7 @@ def test_between_two_publishes_no_token_is_of_the_trainers_own_version(
             objective=SimpleNamespace(old_logprobs="trainer"),
             rollout=SimpleNamespace(routes="off"),
             precision=SimpleNamespace(true_on_policy=False),
+            schedule=SimpleNamespace(on_weight_update="retract"),
         ),
         num_experts=None,
         published_step=published_step,
