@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from miles_core.testing import preloaded
 
 REWARD = '''
 """Rewards answers with many lower-case letters; learnable by a random model."""
@@ -52,32 +54,28 @@ class Workspace:
         return self.folder / "runs" / name
 
     def command(self, *arguments: str, overrides: dict[str, Any] | None = None) -> list[str]:
+        return [sys.executable, "-m", "miles_core.cli", *self.arguments(*arguments, overrides=overrides)]
+
+    def arguments(self, *arguments: str, overrides: dict[str, Any] | None = None) -> list[str]:
         sets = [part for key, value in (overrides or {}).items() for part in ("--set", f"{key}={json.dumps(value)}")]
-        return [sys.executable, "-m", "miles_core.cli", "train", str(self.run_file), "--plain", *sets, *arguments]
+        return ["train", str(self.run_file), "--plain", *sets, *arguments]
 
     def train(
         self, *arguments: str, overrides: dict[str, Any] | None = None, code: int | None = 0, timeout_s: float = 240
     ) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            self.command(*arguments, overrides=overrides),
-            capture_output=True,
-            text=True,
-            timeout=timeout_s,
-            env=environment(),
-            check=False,
-        )
+        done = preloaded.run(self.arguments(*arguments, overrides=overrides), timeout_s)
         if code is not None:
             assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
+
+    def start(self, *arguments: str, overrides: dict[str, Any] | None = None) -> ForkServerProcess:
+        """Train in a process that a test will disturb."""
+        return preloaded.start(self.arguments(*arguments, overrides=overrides))
 
     def lines(self, file: str = "metrics.jsonl", name: str = "tiny") -> list[dict[str, Any]]:
         from miles_core.tracking.run_dir import read_lines
 
         return list(read_lines(self.directory(name) / file))
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
 @pytest.fixture(scope="session")

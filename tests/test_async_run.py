@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
-import subprocess
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,21 +20,23 @@ ONE_STEP_OFF = {**SEPARATE, "schedule.mode": "one-step-off", "schedule.steps": 5
 FULLY_ASYNC = {**SEPARATE, "schedule.mode": "fully-async", "schedule.steps": 6, "schedule.max_concurrent_samples": 9}
 
 
-def interrupt(workspace: Workspace, overrides: dict[str, Any], number: int, *arguments: str, after: int) -> int:
+def interrupt(workspace: Workspace, overrides: dict[str, Any], number: int, *arguments: str, after: int) -> int | None:
     """Start a run, send it a signal after so many lines of metrics, and return its exit code."""
-    from .conftest import environment
-
     metrics = workspace.directory() / "metrics.jsonl"
-    command = workspace.command(*arguments, overrides=overrides)
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment()) as run:
-        deadline = time.monotonic() + 120
+    run = workspace.start(*arguments, overrides=overrides)
+    deadline = time.monotonic() + 120
+    try:
         while not (metrics.exists() and metrics.read_text().count("\n") >= after):
-            assert run.poll() is None, "the run ended before it was interrupted"
+            assert run.is_alive(), "the run ended before it was interrupted"
             assert time.monotonic() < deadline
             time.sleep(0.01)
         time.sleep(random.Random(after).uniform(0, 0.2))
-        run.send_signal(number)
-        return run.wait(timeout=90)
+        assert run.pid is not None
+        os.kill(run.pid, number)
+        run.join(90)
+        return run.exitcode
+    finally:
+        run.kill()
 
 
 def trained_sessions(workspace: Workspace) -> list[str]:

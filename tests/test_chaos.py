@@ -103,7 +103,7 @@ class Fire:
 @contextlib.contextmanager
 def started(workspace: Workspace, overrides: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
     """The run, killed when the block fails."""
-    from .conftest import environment
+    from miles_core.testing.preloaded import environment
 
     command = workspace.command(overrides=overrides)
     with (workspace.folder / "output.txt").open("w") as output:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from typing import TYPE_CHECKING
+
+from miles_core.testing import preloaded
 
 if TYPE_CHECKING:
     from .conftest import Workspace
 
 
-def miles(*arguments: str) -> subprocess.CompletedProcess[str]:
-    from .conftest import environment
-
-    command = [sys.executable, "-m", "miles_core.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment(), check=False, timeout=240)
+def miles(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return preloaded.run(arguments, timeout_s=240, **variables)
 
 
 def test_the_last_checkpoint_converts_to_the_weights_the_run_exported(workspace: Workspace) -> None:
@@ -49,18 +47,7 @@ def test_the_self_check_passes_every_grade_here() -> None:
 
 
 def test_the_self_check_names_the_piece_that_is_missing() -> None:
-    import os
-
-    from .conftest import environment
-
-    done = subprocess.run(
-        [sys.executable, "-m", "miles_core.cli", "check", "--json"],
-        capture_output=True,
-        text=True,
-        env={**environment(), "MILES_DISABLE_PLUGINS": "miles-fsdp", "PATH": os.environ["PATH"]},
-        check=False,
-        timeout=240,
-    )
+    done = miles("check", "--json", MILES_DISABLE_PLUGINS="miles-fsdp")
     outcomes = {outcome["name"]: outcome for outcome in json.loads(done.stdout)}
     assert done.returncode == 1
     assert not outcomes["trainer"]["ok"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import signal
-import subprocess
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -19,21 +17,16 @@ STEPS = {"schedule.steps": 6}
 
 def kill_after(workspace: Workspace, seconds: float, *arguments: str) -> bool:
     """Start a run, kill it after `seconds` of training, and say whether it was still going."""
-    from .conftest import environment
-
     events = workspace.directory() / "events.jsonl"
     before = len(events.read_text().splitlines()) if events.exists() else 0
-    command = workspace.command(*arguments, overrides=STEPS)
-    with subprocess.Popen(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment(), start_new_session=True
-    ) as run:
-        # Imports and start-up take longer than training; most of the kills must hit the training.
-        while run.poll() is None and not (events.exists() and '"placed"' in "".join(lines_after(events, before))):
-            time.sleep(0.01)
-        time.sleep(seconds)
-        going = run.poll() is None
-        run.send_signal(signal.SIGKILL)
-        run.wait(timeout=30)
+    run = workspace.start(*arguments, overrides=STEPS)
+    # Imports and start-up take longer than training; most of the kills must hit the training.
+    while run.is_alive() and not (events.exists() and '"placed"' in "".join(lines_after(events, before))):
+        time.sleep(0.01)
+    time.sleep(seconds)
+    going = run.is_alive()
+    run.kill()
+    run.join(timeout=30)
     return going
 
 
