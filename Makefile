@@ -5,14 +5,16 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 PROJECTS = $(wildcard */pyproject.toml plugins/*/pyproject.toml)
 MODEL = models/smollm2-135m
 
-.PHONY: quickstart test check docs clean
+.PHONY: quickstart test environments check docs clean
 
 quickstart: .venv/quickstart.ok $(MODEL)/config.json
 	.venv/bin/miles train examples/01-quickstart.yaml --fresh
 
-test: .venv/dev.ok .venv-agents/ok .venv-agents/npm.ok .venv-sglang/ok
+test: environments
 	.venv/bin/python -m pytest -n 2 --dist worksteal
 	.venv/bin/python -m pytest plugins/miles-sglang/tests -m "sglang and not slow"
+
+environments: .venv/dev.ok .venv-agents/ok .venv-agents/npm.ok .venv-sglang/ok
 
 check: .venv/dev.ok
 	.venv/bin/ruff check . && .venv/bin/ruff format --check .
