@@ -25,8 +25,7 @@ import torch
 
 from miles_core.kinds.backend import BackendContext
 from miles_core.kinds.engine import EngineContext, GenerateRequest
-from miles_core.testing.backend_oracle import example_batch
-from miles_core.testing.replay import LOSS, OPTIMIZER
+from miles_core.testing.backend_oracle import LOSS, PROBE, example_batch
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import UNRECORDED, RouteMode, SamplingParams, TrainBatch
 from miles_fsdp.backend import FsdpBackend
@@ -56,7 +55,7 @@ def backend(model: Path, mode: RouteMode) -> FsdpBackend:
         rank=0,
         world_size=1,
         seed=0,
-        optimizer=replace(OPTIMIZER, lr=1e-6),  # models that learn nothing stay alike
+        optimizer=replace(PROBE, lr=1e-6),  # models that learn nothing stay alike
         loss=LOSS,
         reference=False,
         routes=mode,

@@ -17,6 +17,7 @@ import pytest
 
 from miles_core import hookspecs
 from miles_core.capability import API, KINDS
+from miles_core.cli.plugin_check import check_entry, rule_fields
 from miles_core.known import KNOWN
 from miles_core.registry import CORE, discover
 from miles_core.signatures import protocol_of
@@ -128,6 +129,17 @@ class TestCapabilities:
         for place in KNOWN.values():
             project = tomllib.loads((ROOT / place.folder / "pyproject.toml").read_text())["project"]
             assert project["name"] == place.distribution
+
+    def test_all_of_them_pass_the_check_that_other_peoples_must_pass(self):
+        registry = discover()
+        ours = {(entry.kind, entry.name) for entry in registry.entries() if entry.distribution == CORE} | KNOWN.keys()
+        fields = rule_fields(registry.entries())
+        found = [check_entry(entry, fields) for entry in registry.entries() if (entry.kind, entry.name) in ours]
+        assert [result for result in found if result.level not in ("ok", "note")] == []
+        assert sum(result.level == "ok" for result in found) > 50
+
+    def test_summaries_fit_a_row_of_a_table(self):
+        assert [e.name for e in discover().entries() if len(e.capability.summary) > 80] == []
 
     def test_rule_ids_are_unique(self):
         ids = [rule.id for entry in discover().entries() for rule in entry.capability.rules]

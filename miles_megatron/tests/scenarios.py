@@ -10,27 +10,16 @@ from typing import Any
 
 import numpy as np
 
-from miles_core.kinds.backend import BackendContext, LossSettings, OptimizerSettings
+from miles_core.kinds.backend import BackendContext
+from miles_core.testing import backend_oracle
 from miles_core.testing.backend import weights
-from miles_core.testing.backend_oracle import SURROGATE, example_batch
+from miles_core.testing.backend_oracle import LOSS, example_batch
 from miles_core.types import UNRECORDED, TrainBatch
 from miles_megatron.backend import MegatronBackend
 from miles_megatron.options import MegatronOptions
 
 LENGTHS = (7, 2, 19, 12, 5, 3)
-LOSS = LossSettings(load=SURROGATE, entropy_coef=0.05, kl_coef=0.3, options={"power": 0.5})
-PROBE = OptimizerSettings(
-    lr=1.0,
-    betas=(0.9, 0.95),
-    eps=100.0,
-    weight_decay=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_ratio=0.0,
-    total_steps=10,
-    clip_grad_norm=None,
-)
-"""With a large epsilon, the change of the weights tells the gradient."""
+PROBE = replace(backend_oracle.PROBE, eps=100.0)
 TRAINING = replace(PROBE, lr=0.05, eps=1e-8, schedule="cosine", warmup_steps=1, clip_grad_norm=0.1, weight_decay=0.1)
 
 

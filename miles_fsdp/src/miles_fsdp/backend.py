@@ -23,7 +23,15 @@ from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
 from miles_core.numerics import ops
 from miles_core.trainer import checkpoint
 from miles_core.trainer.folder import write_folder
-from miles_core.trainer.objective import RankReport, Sums, check_trainable, combine, load_loss, micro_batch_loss
+from miles_core.trainer.objective import (
+    RankReport,
+    Sums,
+    agreed,
+    check_trainable,
+    load_loss,
+    micro_batch_loss,
+    refuse_update,
+)
 from miles_core.trainer.offload import Offloader
 from miles_core.trainer.packing import scored_positions
 from miles_core.types import Float32, TrainBatch, WeightBucket
@@ -186,7 +194,7 @@ class FsdpBackend:
         values = report.metrics(batch.num_loss_tokens) | {"grad_norm": float(norm), "lr": lr}
         if report.nonfinite:
             self._weights.zero_grad()
-            return self._refuse(report, values)
+            return refuse_update(report, values, self._context.loss, updates=self._optimizer.updates)
         if self._context.optimizer.clip_grad_norm is not None:
             optim.clip(self._weights.masters, norm, self._context.optimizer.clip_grad_norm)
         self._optimizer.step()
@@ -203,23 +211,7 @@ class FsdpBackend:
             found += [f"the gradient of {name}" for name in optim.nonfinite(self._weights.masters)]
             found = found or ["the gradient norm"]
         mine = RankReport(sums=sums.totals(), nonfinite=tuple(f"rank {self._context.rank}: {what}" for what in found))
-        if self._mesh is None:
-            return mine
-        reports: list[Any] = [None] * self._context.world_size
-        dist.all_gather_object(reports, mine)
-        return combine(reports)
-
-    def _refuse(self, report: RankReport, values: dict[str, float]) -> StepMetrics:
-        reason = "; ".join(report.nonfinite)
-        if self._context.loss.on_nonfinite == "stop":
-            raise RunError(
-                "loss or gradient is not finite; the weights were not changed",
-                expected="finite numbers",
-                found=f"loss {values.get('loss')}, gradient norm {values['grad_norm']}",
-                where=f"optimizer step {self._optimizer.updates}; {reason}",
-                do="lower optimizer.lr, look at the batch in rollouts/, or set objective.on_nonfinite: skip",
-            )
-        return StepMetrics(values={k: v for k, v in values.items() if np.isfinite(v)}, skipped=f"not finite: {reason}")
+        return agreed(mine, self._context.world_size)
 
     # --- weights and checkpoints --------------------------------------------------------------------------------------
 

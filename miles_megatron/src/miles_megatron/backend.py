@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -22,7 +22,15 @@ from miles_core.batching import plan_micro_batches
 from miles_core.errors import ContractError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
 from miles_core.trainer.folder import write_folder
-from miles_core.trainer.objective import RankReport, Sums, check_trainable, combine, load_loss, micro_batch_loss
+from miles_core.trainer.objective import (
+    RankReport,
+    Sums,
+    agreed,
+    check_trainable,
+    load_loss,
+    micro_batch_loss,
+    refuse_update,
+)
 from miles_core.trainer.packing import scored_positions
 from miles_core.types import UNRECORDED, Float32, RouteMode, TrainBatch, WeightBucket
 from miles_megatron.options import MegatronOptions
@@ -189,7 +197,7 @@ class MegatronBackend:
             values = report.metrics(batch.num_loss_tokens) | {"grad_norm": norm, "lr": optimizer.next_lr}
             if report.nonfinite:
                 self._policy.zero_grad()
-                return self._refuse(report, values)
+                return refuse_update(report, values, self._context.loss, updates=self._policy.optimizer.updates)
             optimizer.step(norm)
             self._policy.zero_grad()
         return StepMetrics(values=values)
@@ -202,23 +210,7 @@ class MegatronBackend:
             found += [f"the gradient of {name}" for name in self._policy.nonfinite()] or ["the gradient norm"]
         where = tuple(f"rank {self._context.rank}: {what}" for what in found)
         mine = RankReport(sums=sums.totals() if speaks else {}, nonfinite=where)
-        if self._context.world_size == 1:
-            return mine
-        reports: list[Any] = [None] * self._context.world_size
-        dist.all_gather_object(reports, mine)
-        return combine(reports)
-
-    def _refuse(self, report: RankReport, values: dict[str, float]) -> StepMetrics:
-        reason = "; ".join(report.nonfinite)
-        if self._context.loss.on_nonfinite == "stop":
-            raise RunError(
-                "loss or gradient is not finite; the weights were not changed",
-                expected="finite numbers",
-                found=f"loss {values.get('loss')}, gradient norm {values['grad_norm']}",
-                where=f"optimizer step {self._policy.optimizer.updates}; {reason}",
-                do="lower optimizer.lr, look at the batch in rollouts/, or set objective.on_nonfinite: skip",
-            )
-        return StepMetrics(values={k: v for k, v in values.items() if np.isfinite(v)}, skipped=f"not finite: {reason}")
+        return agreed(mine, self._context.world_size)
 
     # --- weights and checkpoints --------------------------------------------------------------------------------------
 

@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_core.errors import DataError, SessionError
-from miles_core.kinds.tito_family import StreamParser
 from miles_core.session import probe
-from miles_core.session.hermes import HermesParser, inline_calls, inline_tools, parse_tool_calls, spell_tool_calls
+from miles_core.session.hermes import HermesTurns, inline_calls, inline_tools
 from miles_core.session.suffix import appended_ids
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
@@ -22,7 +21,7 @@ from miles_core.types import Message, Tool
 _PROBE = "probe"
 
 
-class DefaultFamily:
+class DefaultFamily(HermesTurns):
     """See `kinds.tito_family.TitoFamily`.
 
     Args:
@@ -76,19 +75,6 @@ class DefaultFamily:
             where=self.tokenizer.where,
             do="do not go on after a truncated turn, or pick a family that can close it",
         )
-
-    def spell(self, message: Message, after: Message | None = None) -> str:
-        return spell_tool_calls(message.content, message.tool_calls)
-
-    def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
-        ids = list(output_ids)
-        if ids and ids[-1] in self.stop_token_ids:
-            ids.pop()
-        content, calls = parse_tool_calls(self.tokenizer.decode(ids))
-        return Message(role="assistant", content=content, tool_calls=calls)
-
-    def stream_parser(self, tools: Sequence[Tool] = ()) -> StreamParser:
-        return HermesParser(self.tokenizer, self.stop_token_ids)
 
     def _shown(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages if self._shows_calls else inline_calls(messages)

@@ -130,6 +130,26 @@ class HermesParser:
         return [*self._calls.feed(self._text.flush()), *self._calls.finish()]
 
 
+class HermesTurns:
+    """The assistant's side of a `kinds.tito_family.TitoFamily` whose model writes Hermes blocks and no reasoning."""
+
+    tokenizer: ChatTokenizer
+    stop_token_ids: frozenset[int]
+
+    def spell(self, message: Message, after: Message | None = None) -> str:
+        return spell_tool_calls(message.content, message.tool_calls)
+
+    def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
+        ids = list(output_ids)
+        if ids and ids[-1] in self.stop_token_ids:
+            ids.pop()
+        content, calls = parse_tool_calls(self.tokenizer.decode(ids))
+        return Message(role="assistant", content=content, tool_calls=calls)
+
+    def stream_parser(self, tools: Sequence[Tool] = ()) -> HermesParser:
+        return HermesParser(self.tokenizer, self.stop_token_ids)
+
+
 def spell_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
     """The inverse: content, then one block per call, arguments verbatim."""
     blocks = [_spell(call) for call in calls]

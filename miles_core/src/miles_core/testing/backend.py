@@ -23,7 +23,7 @@ from torch import Tensor
 
 from miles_core.errors import CheckpointError, MilesError, RunError
 from miles_core.kinds.backend import Backend, BackendContext, LossSettings, OptimizerSettings
-from miles_core.testing.backend_oracle import POISON, SURROGATE, example_batch, expected_update
+from miles_core.testing.backend_oracle import POISON, PROBE, SURROGATE, example_batch, expected_update
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import TrainBatch
 from miles_core.weights.buckets import fused_group
@@ -344,18 +344,7 @@ def weights(backend: Backend) -> dict[str, Tensor]:
 
 
 def _optimizer(**changes: Any) -> OptimizerSettings:
-    settings = OptimizerSettings(
-        lr=1.0,
-        betas=(0.9, 0.95),
-        eps=1.0,
-        weight_decay=0.0,
-        schedule="constant",
-        warmup_steps=0,
-        min_lr_ratio=0.0,
-        total_steps=10,
-        clip_grad_norm=None,
-    )
-    return replace(settings, **changes)
+    return replace(PROBE, **changes)
 
 
 def _loss(**changes: Any) -> LossSettings:

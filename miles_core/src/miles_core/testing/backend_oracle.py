@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from miles_core.kinds.backend import LossSettings
+from miles_core.kinds.backend import LossSettings, OptimizerSettings
 from miles_core.kinds.loss import LossInputs, LossOutput
 from miles_core.types import TrainBatch
 
@@ -39,6 +39,19 @@ def surrogate(inputs: LossInputs, /, *, power: float = 1.0) -> LossOutput:
 
 
 SURROGATE = "miles_core.testing.backend_oracle:surrogate"
+LOSS = LossSettings(load=SURROGATE, entropy_coef=0.05, kl_coef=0.3, options={"power": 0.5})
+PROBE = OptimizerSettings(
+    lr=1.0,
+    betas=(0.9, 0.95),
+    eps=1.0,
+    weight_decay=0.0,
+    schedule="constant",
+    warmup_steps=0,
+    min_lr_ratio=0.0,
+    total_steps=10,
+    clip_grad_norm=None,
+)
+"""With a large epsilon, the change of the weights tells the gradient: g / (|g| + 1)."""
 
 
 def example_batch(

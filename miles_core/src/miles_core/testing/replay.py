@@ -15,27 +15,14 @@ import numpy as np
 import pytest
 
 from miles_core.errors import MilesError
-from miles_core.kinds.backend import Backend, BackendContext, LossSettings, OptimizerSettings, RouteCounts
+from miles_core.kinds.backend import Backend, BackendContext, RouteCounts
 from miles_core.testing.backend import weights
-from miles_core.testing.backend_oracle import SURROGATE, example_batch, expected_update
+from miles_core.testing.backend_oracle import LOSS, PROBE, example_batch, expected_update
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import UNRECORDED, RouteMode, TrainBatch
 
 LENGTHS = (7, 2, 19, 12, 5, 3)
 LAYERS, TOP_K, EXPERTS = 2, 2, 4
-LOSS = LossSettings(load=SURROGATE, entropy_coef=0.05, kl_coef=0.3, options={"power": 0.5})
-OPTIMIZER = OptimizerSettings(
-    lr=1.0,
-    betas=(0.9, 0.95),
-    eps=1.0,
-    weight_decay=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_ratio=0.0,
-    total_steps=10,
-    clip_grad_norm=None,
-)
-"""With a large epsilon, the change of the weights tells the gradient: g / (|g| + 1)."""
 
 
 def routed_batch() -> TrainBatch:
@@ -73,7 +60,7 @@ class ReplayConformance:
             rank=0,
             world_size=1,
             seed=0,
-            optimizer=OPTIMIZER,
+            optimizer=PROBE,
             loss=LOSS,
             reference=reference,
             routes=mode,

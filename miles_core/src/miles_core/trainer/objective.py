@@ -9,14 +9,16 @@ import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from miles_core.algorithms import kl
-from miles_core.errors import ContractError, PluginError
-from miles_core.kinds.backend import LossSettings
+from miles_core.errors import ContractError, PluginError, RunError
+from miles_core.kinds.backend import LossSettings, StepMetrics
 from miles_core.kinds.loss import Loss, LossInputs
 from miles_core.trainer.packing import scored_positions
 from miles_core.types import Float32, TrainBatch
@@ -60,6 +62,42 @@ def combine(reports: Sequence[RankReport]) -> RankReport:
         for name, value in report.sums.items():
             sums[name] = sums.get(name, 0.0) + value
     return RankReport(sums=sums, nonfinite=tuple(where for report in reports for where in report.nonfinite))
+
+
+def agreed(mine: RankReport, world_size: int) -> RankReport:
+    """Every rank's report combined, equal on all ranks, so that they all decide alike. Collective."""
+    if world_size == 1:
+        return mine
+    reports: list[Any] = [None] * world_size
+    dist.all_gather_object(reports, mine)
+    return combine(reports)
+
+
+def refuse_update(
+    report: RankReport, values: Mapping[str, float], settings: LossSettings, *, updates: int
+) -> StepMetrics:
+    """A step whose loss or gradient is not finite changes no weights: it is skipped, or ends the run.
+
+    Args:
+        report: With the places where NaN or infinity was found.
+        values: `loss` and `grad_norm` among them.
+        settings: Their `on_nonfinite` decides.
+        updates: Optimizer steps so far, for the message.
+
+    Raises:
+        RunError: The run is to stop.
+    """
+    reason = "; ".join(report.nonfinite)
+    if settings.on_nonfinite == "stop":
+        raise RunError(
+            "loss or gradient is not finite; the weights were not changed",
+            expected="finite numbers",
+            found=f"loss {values.get('loss')}, gradient norm {values['grad_norm']}",
+            where=f"optimizer step {updates}; {reason}",
+            do="lower optimizer.lr, look at the batch in rollouts/, or set objective.on_nonfinite: skip",
+        )
+    finite = {name: value for name, value in values.items() if math.isfinite(value)}
+    return StepMetrics(values=finite, skipped=f"not finite: {reason}")
 
 
 def micro_batch_loss(

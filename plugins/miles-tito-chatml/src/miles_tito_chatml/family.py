@@ -13,8 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from miles_core.errors import DataError, SessionError
-from miles_core.kinds.tito_family import StreamParser
-from miles_core.session.hermes import HermesParser, parse_tool_calls, spell_tool_calls
+from miles_core.session.hermes import HermesTurns
 from miles_core.session.suffix import appended_ids
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
@@ -26,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 """Ends a document in pretraining; some checkpoints sample it where a turn should end."""
 
 
-class ChatMLFamily:
+class ChatMLFamily(HermesTurns):
     """See `kinds.tito_family.TitoFamily`.
 
     Raises:
@@ -81,19 +80,6 @@ class ChatMLFamily:
             where=self.tokenizer.where,
             do="end the episode there, or set session: {family: {use: chatml, open_turn: close}}",
         )
-
-    def spell(self, message: Message, after: Message | None = None) -> str:
-        return spell_tool_calls(message.content, message.tool_calls)
-
-    def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
-        ids = list(output_ids)
-        if ids and ids[-1] in self.stop_token_ids:
-            ids.pop()
-        content, calls = parse_tool_calls(self.tokenizer.decode(ids))
-        return Message(role="assistant", content=content, tool_calls=calls)
-
-    def stream_parser(self, tools: Sequence[Tool] = ()) -> StreamParser:
-        return HermesParser(self.tokenizer, self.stop_token_ids)
 
     def _native(self, messages: Sequence[Message], tools: Sequence[Tool]) -> bool:
         """Whether the checkpoint's template is ChatML and shows all that these messages hold.
