@@ -45,7 +45,13 @@ class LazyGroup(click.Group):
         except ModuleNotFoundError as error:
             if error.name is None or not f"{module}.".startswith(f"{error.name}."):
                 raise
-            raise PluginError(f"`{ctx.command_path} {cmd_name}` is not part of this release") from None
+            distribution = module.partition(".")[0].replace("_", "-")
+            raise PluginError(
+                f"`{ctx.command_path} {cmd_name}` comes with another distribution",
+                expected=f"{distribution} in this environment",
+                found=f"no module {error.name}",
+                do=f"pip install ./{distribution.replace('-', '_')} from the project's folder",
+            ) from None
         assert isinstance(found, click.Command)
         return found
 
