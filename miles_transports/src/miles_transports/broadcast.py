@@ -2,9 +2,9 @@
 
 For each bucket:
 
-    engines   say that they are ready                     (store)
-    trainer   waits for all, then says what is coming     (store: layout as JSON)
-    all       broadcast one block of bytes                (gloo or NCCL), while the trainer packs the next
+    engines   say that they are ready, while their caller still looks at the one before   (store)
+    trainer   packs it while the one before travels, waits for all, says what is coming   (store: layout as JSON)
+    all       broadcast one block of bytes                                                (gloo or NCCL)
 
 Whatever fails, the driver ends the attempt in the store, and every wait of every party looks there: nobody sits in a
 collective that will never complete. The next publish gets a fresh process group.
@@ -25,6 +25,7 @@ from miles_core.watch import waiting
 from miles_transports.group import BroadcastGroup, Travelling, Wire
 from miles_transports.joined import ENGINE_PATIENCE, Ends, JoinedTransport
 from miles_transports.meeting import Address, Meeting
+from miles_transports.memory import Recycled
 from miles_transports.options import BroadcastOptions
 from miles_transports.packing import Layout, fill, layout_of, unpack
 
@@ -67,28 +68,34 @@ class BroadcastSender:
         self._engines = [f"engine {index}" for index in range(address.num_engines)]
         self._blocks: dict[int, torch.Tensor] = {}
         self._travelling: tuple[BroadcastGroup, Travelling] | None = None
-        self._read: list[str] = []  # keys that every engine has read and nobody will need again
+        self._read: list[str] = []  # keys of this version, for the next one to remove
 
     def send(self, bucket: WeightBucket) -> None:
         meeting = self._party.meeting
-        attempt = meeting.attempt()
+        attempt, layout = meeting.attempt(), layout_of(bucket)
         if bucket.index == 0:
             self._travelling = None  # what an attempt that was given up had under way, with its group
-        layout = layout_of(bucket)
-        prefix = f"{attempt}/{bucket.index}"
-        ready = [f"{prefix}/ready/{engine}" for engine in self._engines]
-        with waiting("trainer", on=f"the engines to be ready for bucket {bucket.index} of version {bucket.version}"):
-            meeting.wait(attempt, ready, missing=f"readiness for bucket {bucket.index} of version {bucket.version}")
-        meeting.forget(self._read)
-        self._read = [*ready, f"{prefix}/layout"]
-        meeting.tell(f"{prefix}/layout", layout.to_json())
-        group = self._party.group()  # only now: building one waits for all, and all have just said that they are there
+            stale, self._read = self._read, []
+            self._announce(attempt, layout)
+            meeting.forget(stale)  # whoever is ready for another version has read all of the one before
+        group = self._party.group()  # building one waits for all, and the first bucket has found all there
         block = self._block(bucket.index, layout.num_bytes, group.device)
         fill(block, bucket, layout)  # while the bucket before this one travels
         self._arrive(attempt, bucket)
+        if bucket.index > 0:
+            self._announce(attempt, layout)
         self._travelling = group, group.start(block)
         if bucket.last:
             self._arrive(attempt, bucket)
+
+    def _announce(self, attempt: int, layout: Layout) -> None:
+        """Once all engines are ready for a bucket's collective, say what comes."""
+        prefix, which = f"{attempt}/{layout.index}", f"bucket {layout.index} of version {layout.version}"
+        keys = [f"{prefix}/ready/{engine}" for engine in self._engines]
+        with waiting("trainer", on=f"the engines to be ready for {which}"):
+            self._party.meeting.wait(attempt, keys, missing=f"readiness for {which}")
+        self._party.meeting.tell(f"{prefix}/layout", layout.to_json())
+        self._read += [*keys, f"{prefix}/layout"]
 
     def _block(self, index: int, num_bytes: int, device: torch.device) -> torch.Tensor:
         """uint8[num_bytes] of one of two blocks in turn; the bucket that lay in it has arrived."""
@@ -116,25 +123,32 @@ class BroadcastReceiver:
 
     def __init__(self, address: Address, index: int) -> None:
         self._party = _Party(address, index + 1)
+        self._memory = Recycled()
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         meeting = self._party.meeting
         attempt = meeting.attempt()
         index, complete = 0, False
+        self._ready(attempt, 0)
         while not complete:
-            meeting.tell(f"{attempt}/{index}/ready/{self._party.name}", True)
             with waiting(self._party.name, on=f"the trainer's bucket {index} of version {version}"):
                 meeting.wait(attempt, [f"{attempt}/{index}/layout"], missing=f"bucket {index} of version {version}")
             layout = Layout.from_json(cast(str, meeting.told(f"{attempt}/{index}/layout")))
             group = self._party.group()
-            block = torch.empty(layout.num_bytes, dtype=torch.uint8, device=group.device)
+            block = self._memory.take(layout.num_bytes, group.device)
             group.broadcast(block, lambda: meeting.raise_if_over(attempt))
             if layout.version != version:
                 raise TransportError(
                     "another version arrived", expected=f"version {version}", found=f"version {layout.version}"
                 )
             index, complete = index + 1, layout.last
+            if not complete:
+                self._ready(attempt, index)
             yield unpack(block, layout)
+            del block  # its memory may be the next bucket's, where the caller has let go of it too
+
+    def _ready(self, attempt: int, index: int) -> None:
+        self._party.meeting.tell(f"{attempt}/{index}/ready/{self._party.name}", True)
 
     def close(self) -> None:
         self._party.close()

@@ -19,6 +19,7 @@ from miles_core.kinds.transport import WeightSource
 from miles_core.types import WeightBucket
 from miles_transports.joined import ENGINE_PATIENCE, Ends, JoinedTransport
 from miles_transports.meeting import Address, Meeting
+from miles_transports.memory import Recycled
 from miles_transports.options import CudaIpcOptions
 from miles_transports.packing import Layout, fill, layout_of, unpack
 from miles_transports.shared_block import SharedBlock, open_block
@@ -47,6 +48,8 @@ class CudaIpcSender:
             self._meeting.tell("world_size", world_size)
         self._blocks: dict[int, SharedBlock] = {}
         self._waits: dict[int, list[str]] = {}
+        self._engines: list[int] = []
+        self._read: list[str] = []  # keys that nobody needs any more; each removal is a question to the driver
         self._sent = 0
         self._attempt = 0
 
@@ -54,8 +57,11 @@ class CudaIpcSender:
         meeting = self._meeting
         if bucket.index == 0:
             self._attempt, self._waits, self._sent = meeting.attempt(), {}, 0
+            self._engines = self._served()
+            stale, self._read = self._read, []
+            meeting.forget(stale)
         meeting.raise_if_over(self._attempt)
-        engines = self._engines()
+        engines = self._engines
         if not engines:
             return
         slot = bucket.index % BLOCKS
@@ -69,7 +75,7 @@ class CudaIpcSender:
         meeting.tell(f"{prefix}/layout", [layout.to_json(), block.handle])
         self._sent += layout.num_bytes * len(engines)
 
-    def _engines(self) -> list[int]:
+    def _served(self) -> list[int]:
         served = cast("list[int]", self._meeting.told("served_by"))
         return [engine for engine, rank in enumerate(served) if rank == self._rank]
 
@@ -78,7 +84,7 @@ class CudaIpcSender:
         if keys := self._waits.pop(slot, []):
             bucket = keys[0].split("/")[2]
             self._meeting.wait(self._attempt, keys, missing=f"the taking of bucket {bucket}")
-            self._meeting.forget([*keys, f"{self._attempt}/{self._rank}/{bucket}/layout"])
+            self._read += [*keys, f"{self._attempt}/{self._rank}/{bucket}/layout"]
 
     def _block(self, slot: int, num_bytes: int) -> SharedBlock:
         block = self._blocks.get(slot)
@@ -112,6 +118,7 @@ class CudaIpcReceiver:
         place, self._device = here()
         self._meeting.tell(f"engine_place/{engine}", place)
         self._mapped: dict[str, torch.Tensor] = {}
+        self._memory = Recycled()
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         meeting = self._meeting
@@ -127,12 +134,14 @@ class CudaIpcReceiver:
                 raise TransportError(
                     "another version arrived", expected=f"version {version}", found=f"version {layout.version}"
                 )
-            copy = self._map(handle)[: layout.num_bytes].clone()
+            copy = self._memory.take(layout.num_bytes, self._device)
+            copy.copy_(self._map(handle)[: layout.num_bytes])
             _synchronise(self._device)
             meeting.raise_if_over(attempt)
             meeting.tell(f"{prefix}/taken/engine {self._engine}", True)
             index, complete = index + 1, layout.last
             yield unpack(copy, layout)
+            del copy  # its memory may be the next bucket's, where the caller has let go of it too
 
     def _map(self, handle: str) -> torch.Tensor:
         if handle not in self._mapped:

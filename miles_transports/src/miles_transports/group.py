@@ -6,7 +6,6 @@ both. So the backends are built directly over the meeting point's store and regi
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Literal, NamedTuple, Protocol, cast
@@ -16,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public, but torch lists no exports
 
 from miles_core.errors import TransportError
-from miles_transports.meeting import POLL_S, Address, Meeting, own_address
+from miles_transports.meeting import Address, Meeting, Pauses, own_address
 
 Wire = Literal["gloo", "nccl"]
 
@@ -81,12 +80,10 @@ class BroadcastGroup:
             TransportError: a party vanished. The group is of no use any more.
         """
         block, work = travelling
-        pause, longest = POLL_S
+        pauses = Pauses(check)
         try:
             while not work.is_completed():
-                check()
-                time.sleep(pause)
-                pause = min(pause * 1.5, longest)
+                pauses.next()
             work.wait()
             if block.is_cuda:
                 torch.cuda.current_stream(block.device).synchronize()  # the reader may use another stream

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -20,11 +21,11 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public, 
 from miles_core.errors import TransportError
 
 CONNECT_TIMEOUT_S = 30.0
-GLANCE_S = (0.00005, 1.2, 0.02)
-"""First pause between two looks at the store, its growth, and the longest: no wait is overslept by more than a fifth.
-The store's own wait would be better, but prints two lines for each time that it gives up."""
-POLL_S = (0.0002, 0.02)
-"""First and longest pause between two looks at a collective under way."""
+GLANCE_S = (0.00005, 1.2, 0.002)
+"""First pause between two looks at what is waited for, its growth, and the longest: no wait is overslept by more than a
+fifth. The store's own wait would be better, but prints two lines for each time that it gives up."""
+OVER_S = 0.02
+"""Between two looks at whether waiting is still worth it; each is a question to the driver's process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,26 @@ class Address:
     port: int
     timeout_s: float
     num_engines: int
+
+
+class Pauses:
+    """Between looks at what one waits for.
+
+    Args:
+        check: Called at once and then every `OVER_S`; raises when waiting has become pointless.
+    """
+
+    def __init__(self, check: Callable[[], None]) -> None:
+        self._check = check
+        self._length, self._growth, self._longest = GLANCE_S
+        self._checked = -math.inf
+
+    def next(self) -> None:
+        if time.monotonic() - self._checked > OVER_S:
+            self._check()
+            self._checked = time.monotonic()
+        time.sleep(self._length)
+        self._length = min(self._length * self._growth, self._longest)
 
 
 class Meeting:
@@ -104,9 +125,8 @@ class Meeting:
             TransportError: the attempt is over, or the time-out passed; the message then lists the absent keys' owners.
         """
         deadline = time.monotonic() + self._timeout_s
-        pause, growth, longest = GLANCE_S
+        pauses = Pauses(lambda: self.raise_if_over(attempt))
         while not self.store.check(list(keys)):
-            self.raise_if_over(attempt)
             if time.monotonic() > deadline:
                 absent = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
                 raise TransportError(
@@ -114,8 +134,7 @@ class Meeting:
                     found=f"nothing from {', '.join(absent)}",
                     do="look at that process's log, or raise transport.timeout_s",
                 )
-            time.sleep(pause)
-            pause = min(pause * growth, longest)
+            pauses.next()
 
     def tell(self, key: str, value: object) -> None:
         self.store.set(key, json.dumps(value))
