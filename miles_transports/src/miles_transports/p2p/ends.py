@@ -4,13 +4,14 @@
     target   has two registered slots and frees each once it has copied it                (store)
     source   writes into the slot, and says that it has                                   (Mooncake, store)
 
-Registered memory is constant: one buffer a source, two slots a target rank, however many engines there are. A failed
-publish begins a new generation: slots are registered anew, so a write that was given up can no longer land anywhere.
+The source packs a bucket into one of two staging buffers while the last target's write reads the other. Registered
+memory is constant: two buffers a source, two slots a target rank, however many engines there are. A failed publish begins a new generation: slots are registered anew, so a write that was given up can no longer land anywhere.
 """
 
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from miles_core.types import NamedTensor, WeightBucket
 from miles_core.watch import waiting
 from miles_transports.joined import ENGINE_PATIENCE
 from miles_transports.meeting import Address, Meeting, own_address
+from miles_transports.memory import Recycled
 from miles_transports.options import P2pOptions
 from miles_transports.p2p.assignment import Target, assign
 from miles_transports.p2p.replica import FUSED, HUGGING_FACE, Parameter, Replica, Rules, restore
@@ -31,6 +33,8 @@ from miles_transports.p2p.wire import Peer, Segment, Wire
 from miles_transports.packing import Layout, fill, layout_of, unpack
 
 SLOTS = 2
+STAGING = 2
+_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 RULES: Mapping[str, Rules] = {"hugging-face": HUGGING_FACE, "fused": FUSED}
 
@@ -75,7 +79,7 @@ class P2pSender:
         self._meeting = Meeting.join(address, f"trainer rank {rank}")
         self._wire = _wire(address, options) if self._targets else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="p2p-last-target")
-        self._staging = torch.empty(0, dtype=torch.uint8)
+        self._staging = [_NOTHING] * STAGING
         self._state = _SenderState(generation=0)
         self._stale_keys: list[str] = []
 
@@ -95,13 +99,13 @@ class P2pSender:
             laid_out = _laid_out(bucket, parameters)
             rows = {parameter.name: parameter.rows for parameter in parameters if parameter.rows}
             announcement = Announcement(layout=layout_of(laid_out), rows=rows)
-            self._settle()  # the last target's write of the bucket before still reads the staging buffer
-            self._pack(laid_out, announcement.layout)
+            self._settle(leave=STAGING - 1)  # what still reads the buffer that comes next
+            staging = self._pack(laid_out, announcement.layout)
             for target in same_layout:
                 peer = self._slot(attempt, target, announcement)
-                arguments = (attempt, target, announcement.layout, peer)
+                arguments = (attempt, target, announcement.layout, peer, staging)
                 if target == last:
-                    self._state.background = self._pool.submit(self._write, *arguments)
+                    self._state.background.append(self._pool.submit(self._write, *arguments))
                 else:
                     self._write(*arguments)
 
@@ -129,10 +133,11 @@ class P2pSender:
         generation = cast(int, self._meeting.told("generation"))
         wire = self._wire
         assert wire is not None
-        if generation != self._state.generation and self._staging.numel():
-            # A write that was given up may still read the old buffer; its thread keeps that alive.
-            wire.unregister(self._staging)
-            self._staging = torch.empty(0, dtype=torch.uint8)
+        if generation != self._state.generation:
+            # A write that was given up may still read an old buffer; its thread keeps that alive.
+            for buffer in self._staging:
+                wire.unregister(buffer)
+            self._staging = [_NOTHING] * STAGING
         size = self._options.engine_ranks
         rules = RULES[self._options.layout]
         self._state = _SenderState(
@@ -142,20 +147,23 @@ class P2pSender:
             retried_before=wire.retried,
         )
 
-    def _settle(self) -> None:
-        background, self._state.background = self._state.background, None
-        if background is not None:
-            background.result()
+    def _settle(self, leave: int = 0) -> None:
+        """Wait for the writes in the background but the `leave` last ones; raise what failed."""
+        while len(self._state.background) > leave:
+            self._state.background.popleft().result()
 
-    def _pack(self, bucket: WeightBucket, layout: Layout) -> None:
+    def _pack(self, bucket: WeightBucket, layout: Layout) -> torch.Tensor:
+        """The next staging buffer with the bucket in it. Nothing reads the one that is replaced: see `_settle`."""
         wire = self._wire
         assert wire is not None
-        if layout.num_bytes > self._staging.numel():
-            if self._staging.numel():
-                wire.unregister(self._staging)
-            self._staging = torch.empty(layout.num_bytes, dtype=torch.uint8)
-            wire.register(self._staging)
-        fill(self._staging, bucket, layout)
+        buffer = self._staging.pop(0)
+        if layout.num_bytes > buffer.numel():
+            wire.unregister(buffer)
+            buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
+            wire.register(buffer)
+        self._staging.append(buffer)
+        fill(buffer, bucket, layout)
+        return buffer
 
     def _slot(self, attempt: int, target: Target, announcement: Announcement) -> Peer | None:
         """Announce the bucket; the memory it may be written to, once that is free and large enough."""
@@ -180,7 +188,9 @@ class P2pSender:
             peer = self._state.slots[place] = Peer(endpoint=endpoint, address=address, num_bytes=num_bytes)
         return peer
 
-    def _write(self, attempt: int, target: Target, layout: Layout, peer: Peer | None) -> None:
+    def _write(
+        self, attempt: int, target: Target, layout: Layout, peer: Peer | None, staging: torch.Tensor
+    ) -> None:
         wire = self._wire
         assert wire is not None
         if peer is not None:
@@ -192,7 +202,7 @@ class P2pSender:
             if self._options.engine_ranks > 1:
                 what += f" rank {target.rank}"
             try:
-                wire.write(self._staging, peer, segments, what=what)
+                wire.write(staging, peer, segments, what=what)
             except TransportError as error:
                 names = ", ".join(slot.name for slot in layout.slots[:3])
                 error.where = f"{error.where}; tensors {names}{' …' if len(layout.slots) > 3 else ''}"
@@ -217,7 +227,7 @@ class _SenderState:
         self.slots = slots if slots is not None else {}
         self.retried_before = retried_before
         self.wire_bytes = 0
-        self.background: Future[None] | None = None
+        self.background: deque[Future[None]] = deque()
 
 
 class P2pReceiver:
@@ -232,6 +242,7 @@ class P2pReceiver:
         self._wire = _wire(address, options)
         self._generation = 0
         self._slots: dict[tuple[Target, int], torch.Tensor] = {}
+        self._memory = Recycled()
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         meeting = self._meeting
@@ -245,6 +256,7 @@ class P2pReceiver:
             complete = announcements[0].layout.last
             tensors = tuple(restore(self._rules, ranks))
             yield WeightBucket(version=version, index=index, last=complete, tensors=tensors)
+            del ranks, tensors  # their memory may be the next bucket's, where the caller has let go of them too
             index += 1
 
     def close(self) -> None:
@@ -287,7 +299,9 @@ class P2pReceiver:
             meeting.wait(attempt, [keys.of("written", layout.index)], missing=f"the write of {what}")
         block = torch.empty(0, dtype=torch.uint8)
         if layout.num_bytes:
-            block = self._slots[(target, layout.index % SLOTS)][: layout.num_bytes].clone()
+            slot = self._slots[(target, layout.index % SLOTS)]
+            block = self._memory.take(layout.num_bytes, slot.device)
+            block.copy_(slot[: layout.num_bytes])
         meeting.tell(keys.of("taken", layout.index), True)
         return [
             Parameter(named.name, named.tensor, tuple(announcement.rows.get(named.name, ())))
