@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import pytest
 
 from miles_transports.delta.checkout import published
 from miles_transports.delta.codec import Encoding
-from miles_transports.delta.files import Files
+from miles_transports.delta.files import Files, Part
 from miles_transports.delta.store import FolderStore
 
 from .conftest import LINEAGE, World, holds
@@ -39,6 +39,10 @@ class CrashingFiles(Files):
         written = super().write(path, chunks)
         self._done()
         return written
+
+    def fill(self, path: Path, header: bytes, parts: Sequence[Part], threads: int) -> None:
+        super().fill(path, header, parts, threads)
+        self._done()
 
     def rename(self, source: Path, target: Path) -> None:
         super().rename(source, target)

@@ -14,20 +14,18 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
 
 from miles_core.errors import TransportError
 from miles_core.watch import waiting
 from miles_core.weights.digests import name_some
 from miles_transports.delta import codec, index, tensorfile
-from miles_transports.delta.codec import Bytes
-from miles_transports.delta.files import Files
+from miles_transports.delta.codec import Bytes, Pieces
+from miles_transports.delta.files import Files, Part
 from miles_transports.delta.index import BASE, CHECKPOINT, Key, VersionIndex
 from miles_transports.delta.store import POLL_S, Store, eventually, version_names
 
@@ -35,11 +33,10 @@ KEPT = 2
 """Complete versions kept on a host: the one served, and the one before, which may still be mapped."""
 
 WORKERS = 32
-"""Threads that unpack and check, at most."""
+"""Threads that unpack, check and write, at most."""
 DIGITS = 12
 """Of an index's digest in a folder's name."""
 
-T = TypeVar("T")
 Check = Callable[[], None]
 
 
@@ -200,7 +197,8 @@ class Checkout:
             check()
             touched = path in source.headers and any(n in changes.names for n in source.headers[path].entries)
             if touched:
-                self._files.write(partial / path.name, _patched(source, path, changes))
+                threads = min(WORKERS, os.cpu_count() or 1)
+                self._files.fill(partial / path.name, *_patched(source, path, changes), threads)
             elif path.is_file():
                 self._files.link(path, partial / path.name)
         self._files.sync_dir(partial)
@@ -220,33 +218,40 @@ class Changes:
         self._headers: dict[str, tensorfile.Header] = {}
         self.names = {name for each in chain for name in each.weight_map}
 
-    def apply(self, name: str, data: Bytes, element_bytes: int) -> Bytes:
-        """Take one tensor through all versions; each result is checked before the next is applied."""
+    def apply(self, name: str, data: Bytes, element_bytes: int) -> Pieces:
+        """Take one tensor through all versions, piece by piece; what each gives is checked at its end.
+
+        Raises:
+            ChecksumMismatch: a version did not give what was published; perhaps after some pieces.
+        """
+        self._check()
+        pieces = codec.cut(data)
         for each in self._chain:
-            shard = each.weight_map.get(name)
-            if shard is None:
-                continue
-            path = f"{each.folder}/{shard}"
-            header = self._header(path)
-            entry = header.entries.get(name)
-            if entry is None:
-                raise ChecksumMismatch(f"{path} lacks tensor {name}")
-            payload = eventually(
-                lambda path=path, entry=entry: self._store.read(path, entry.start, entry.num_bytes),  # type: ignore[misc]
-                path,
-                self._timeout_s,
-                self._check,
+            if (shard := each.weight_map.get(name)) is not None:
+                pieces = self._step(pieces, each, f"{each.folder}/{shard}", name, data.size, element_bytes)
+        return pieces
+
+    def _step(
+        self, pieces: Pieces, each: VersionIndex, path: str, name: str, size: int, element_bytes: int
+    ) -> Pieces:
+        header = self._header(path)
+        entry = header.entries.get(name)
+        if entry is None:
+            raise ChecksumMismatch(f"{path} lacks tensor {name}")
+        payload = eventually(
+            lambda: self._store.read(path, entry.start, entry.num_bytes), path, self._timeout_s, self._check
+        )
+        result = codec.hasher(each.checksum)
+        try:
+            for start, piece in codec.apply_pieces(pieces, size, payload, each.encoding, element_bytes):
+                result.update(piece.data)
+                yield start, piece
+        except codec.Damaged as error:
+            raise ChecksumMismatch(f"tensor {name} of version {each.version}: {error.found}") from error
+        if (found := result.hexdigest()) != (expected := header.metadata.get(name)):
+            raise ChecksumMismatch(
+                f"tensor {name} of version {each.version} has checksum {found}, published was {expected}"
             )
-            try:
-                data = codec.apply(data, payload, each.encoding, element_bytes)
-            except TransportError as error:
-                raise ChecksumMismatch(f"tensor {name} of version {each.version}: {error.found}") from error
-            found, expected = codec.checksum(data, each.checksum), header.metadata.get(name)
-            if found != expected:
-                raise ChecksumMismatch(
-                    f"tensor {name} of version {each.version} has checksum {found}, published was {expected}"
-                )
-        return data
 
     def _header(self, path: str) -> tensorfile.Header:
         if path not in self._headers:
@@ -259,36 +264,20 @@ class Changes:
         return self._headers[path]
 
 
-def _patched(source: tensorfile.Folder, path: Path, changes: Changes) -> Iterator[bytes | memoryview]:
+def _patched(source: tensorfile.Folder, path: Path, changes: Changes) -> tuple[bytes, list[Part]]:
+    """Header of the file's new version, and a part for each tensor, which makes its bytes when it is run."""
     header = source.headers[path]
     ordered = sorted(header.entries.items(), key=lambda item: item[1].start)
-
-    def new(item: tuple[str, tensorfile.Entry]) -> memoryview:
-        name, entry = item
-        return changes.apply(name, source.data(name), entry.element_bytes).data
-
-    return tensorfile.file_chunks(
-        {name: (entry.dtype, entry.shape, entry.num_bytes) for name, entry in ordered},
-        _ahead(new, ordered),
-        header.metadata,
+    text = tensorfile.file_header(
+        {name: (entry.dtype, entry.shape, entry.num_bytes) for name, entry in ordered}, header.metadata
     )
 
+    def part(name: str, place: int, element_bytes: int) -> Part:
+        for start, piece in changes.apply(name, source.data(name), element_bytes):
+            yield place + start, piece.data
 
-def _ahead(work: Callable[[T], memoryview], items: Sequence[T]) -> Iterator[memoryview]:
-    """The results in order, a few of them made in advance: one for each thread, so that memory stays bounded."""
-    threads = min(WORKERS, os.cpu_count() or 1)
-    with ThreadPoolExecutor(threads, thread_name_prefix="miles-delta") as pool:
-        waiting_for: deque[Future[memoryview]] = deque()
-        try:
-            for item in items:
-                waiting_for.append(pool.submit(work, item))
-                if len(waiting_for) > threads:
-                    yield waiting_for.popleft().result()
-            while waiting_for:
-                yield waiting_for.popleft().result()
-        finally:
-            for future in waiting_for:
-                future.cancel()
+    ends = itertools.accumulate((entry.num_bytes for _, entry in ordered), initial=len(text))
+    return text, [part(name, place, entry.element_bytes) for (name, entry), place in zip(ordered, ends, strict=False)]
 
 
 def published(store: Store, lineage: str) -> list[VersionIndex]:

@@ -5,14 +5,18 @@
     overwrite  u32 count, u32 positions[count] in elements, then the new elements; little-endian. Idempotent.
     full       the new bytes themselves; needs no base.
 
-Every payload is one zstd frame (level 1) that states its content size.
+Every payload is a row of zstd frames (level 1), one for each `PIECE_BYTES`: a piece is compared, compressed and hashed
+while it lies in the cache, which costs half of what three passes over the tensor do.
 """
 
 from __future__ import annotations
 
+import functools
+import threading
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -20,6 +24,7 @@ import xxhash
 import zstandard
 
 from miles_core.errors import TransportError
+from miles_transports.memory import fresh
 
 Bytes = npt.NDArray[np.uint8]
 Encoding = Literal["xor", "overwrite", "full"]
@@ -29,9 +34,14 @@ ENCODINGS: tuple[Encoding, ...] = ("xor", "overwrite", "full")
 CHECKSUMS: tuple[Checksum, ...] = ("xxh3-128", "blake3", "adler32")
 LEVEL = 1
 """Deltas are mostly zeros or sorted positions; higher levels cost time and gain a few per cent."""
-PIECE_BYTES = 2**19
+PIECE_BYTES = 2**17
+"""Old, new and difference of a piece fit into a core's own cache."""
 _MAX_ELEMENTS = 2**32
 _WIDTHS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Damaged(TransportError):
+    """A payload cannot be applied: not of this encoding, or not of this tensor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +53,76 @@ class Delta:
     changed_bytes: int
 
 
-def encode(old: Bytes, new: Bytes, encoding: Encoding, element_bytes: int) -> Delta | None:
-    """Compare byte by byte.
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """One tensor's change, and the memory that now holds its new bytes."""
+
+    delta: Delta
+    checksum: str
+    held: Bytes
+
+
+Pieces = Iterator[tuple[int, Bytes]]
+"""Where each begins, and its bytes, in memory that the next one may overwrite."""
+
+
+def advance(old: Bytes, new: Bytes, kind: Checksum) -> Advanced | None:
+    """Encode as `xor`, and move `old` forward in place; the checkpoint's own bytes are read-only and get memory instead.
+
+    Args:
+        old, new: u8[n], equally long.
+
+    Returns:
+        None where nothing changed.
+
+    Raises:
+        TransportError: lengths differ.
+    """
+    _same_size(old, new)
+    tools, frames, hashed = _tools, list[bytes](), hasher(kind)
+    held, changed = old, 0
+    for start in range(0, new.size, PIECE_BYTES):
+        source = new[start : start + PIECE_BYTES]
+        piece = tools.scratch[: source.size]
+        np.bitwise_xor(old[start : start + PIECE_BYTES], source, out=piece)
+        count = int(np.count_nonzero(piece))
+        if count and not changed:  # all before was equal, and cost no more than a look
+            frames += [_equal(PIECE_BYTES)] * (start // PIECE_BYTES)
+            hashed.update(new[:start].data)
+            if not old.flags.writeable:
+                held = fresh(new.size)
+                held[:start] = new[:start]
+        changed += count
+        if changed:
+            frames.append(tools.compressor.compress(piece.data) if count else _equal(piece.size))
+            hashed.update(source.data)
+            if count or held is not old:
+                held[start : start + PIECE_BYTES] = source
+    return Advanced(Delta(b"".join(frames), changed), hashed.hexdigest(), held) if changed else None
+
+
+def take_back(held: Bytes, payload: bytes) -> None:
+    """Undo `advance` in place."""
+    for start, change in unpacked(payload, held.size):
+        piece = held[start : start + change.size]
+        np.bitwise_xor(piece, change, out=piece)
+
+
+def encode_overwrite(old: Bytes, new: Bytes, element_bytes: int) -> Delta | None:
+    """Compare element by element.
 
     Args:
         old, new: u8[n], equally long.
         element_bytes: Size of one element; n is a multiple of it.
 
     Returns:
-        The change, or None when there is none. `full` always returns all bytes.
+        The change, or None when there is none.
 
     Raises:
-        TransportError: too many elements for `overwrite`, or lengths differ.
+        TransportError: too many elements, or lengths differ.
     """
-    if old.size != new.size and encoding != "full":
-        raise TransportError("a tensor changed its size", expected=f"{old.size} bytes", found=f"{new.size} bytes")
-    if encoding == "full":
-        return Delta(compress(new.data), new.size)
-    if encoding == "xor":
-        return _encode_xor(old, new)
-    difference = xor(old, new)
+    _same_size(old, new)
+    difference = np.bitwise_xor(old, new)
     changed = int(np.count_nonzero(difference))
     if changed == 0:
         return None
@@ -76,102 +136,153 @@ def encode(old: Bytes, new: Bytes, encoding: Encoding, element_bytes: int) -> De
     positions = np.flatnonzero(difference.view(width)).astype("<u4")
     values = new.view(width)[positions]
     raw = np.uint32(positions.size).astype("<u4").tobytes() + positions.tobytes() + values.tobytes()
-    return Delta(compress(raw), changed)
+    return Delta(compress(np.frombuffer(raw, dtype=np.uint8)), changed)
 
 
-def _encode_xor(old: Bytes, new: Bytes) -> Delta | None:
-    """Piece by piece: a piece of the difference is compressed while it lies in the cache."""
-    scratch = np.empty(min(PIECE_BYTES, new.size), dtype=np.uint8)
-    frame = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compressobj(size=new.size)
-    parts, changed = [], 0
-    for start in range(0, new.size, PIECE_BYTES):
-        stop = min(start + PIECE_BYTES, new.size)
-        piece = scratch[: stop - start]
-        np.bitwise_xor(old[start:stop], new[start:stop], out=piece)
-        changed += int(np.count_nonzero(piece))
-        parts.append(frame.compress(piece.data))
-    return Delta(b"".join([*parts, frame.flush()]), changed) if changed else None
+def cut(data: Bytes) -> Pieces:
+    """The pieces of bytes that are at hand."""
+    return ((start, data[start : start + PIECE_BYTES]) for start in range(0, data.size, PIECE_BYTES))
+
+
+def apply_pieces(old: Pieces, size: int, payload: bytes, encoding: Encoding, element_bytes: int) -> Pieces:
+    """The new bytes, piece by piece. Check them with a `hasher`: a payload fits any base of its size.
+
+    Args:
+        old: The bytes before, u8[size] in all; `full` does not look at them.
+
+    Raises:
+        Damaged: also where it belongs to a tensor of another size; perhaps after some pieces.
+    """
+    if encoding == "overwrite":
+        limit = 4 + size // element_bytes * (4 + element_bytes)
+        raw = b"".join(piece.tobytes() for _, piece in _frames(payload, limit))
+        yield from cut(_overwritten(_joined(old, size), raw, element_bytes))
+    elif encoding == "full":
+        yield from unpacked(payload, size)
+    else:
+        for (start, before), (_, change) in zip(old, unpacked(payload, size), strict=True):
+            yield start, np.bitwise_xor(before, change, out=change)
 
 
 def apply(old: Bytes, payload: bytes, encoding: Encoding, element_bytes: int) -> Bytes:
-    """The new bytes. Check them with `checksum`: a payload fits any base of its size.
+    """`apply_pieces` of bytes that are at hand, in new memory."""
+    return _joined(apply_pieces(cut(old), old.size, payload, encoding, element_bytes), old.size)
+
+
+def _joined(pieces: Pieces, size: int) -> Bytes:
+    whole = np.empty(size, dtype=np.uint8)
+    for start, piece in pieces:
+        whole[start : start + piece.size] = piece
+    return whole
+
+
+def unpacked(payload: bytes, size: int) -> Pieces:
+    """Exactly u8[size] of zstd frames; what says to be more is not unpacked.
 
     Raises:
-        TransportError: the payload is damaged or belongs to a tensor of another size.
+        Damaged: also where it is of another size.
     """
-    if encoding == "overwrite":
-        raw = decompress(payload, 4 + old.size // element_bytes * (4 + element_bytes))
-        return _overwritten(old, raw, element_bytes)
-    found = _unpacked(payload, old.size)
-    return found if encoding == "full" else np.bitwise_xor(old, found, out=found)
+    for start, piece in _frames(payload, size):
+        if piece.size < min(PIECE_BYTES, size - start):
+            raise _damaged(f"{start + piece.size} bytes for a tensor of {size}")
+        yield start, piece
 
 
-def _unpacked(payload: bytes, size: int) -> Bytes:
-    """u8[size], writable: the xor goes into it instead of into new memory."""
+def _frames(payload: bytes, limit: int) -> Pieces:
+    """At most `limit` bytes, each piece full but the last."""
+    scratch = np.empty(min(PIECE_BYTES, limit), dtype=np.uint8)
     try:
-        stated = zstandard.frame_content_size(payload)
-        if stated != size:
-            raise _damaged(f"{stated} bytes for a tensor of {size}")
-        out = np.empty(size, dtype=np.uint8)
-        with zstandard.ZstdDecompressor().stream_reader(payload) as reader:
-            filled = 0
-            while filled < size and (count := reader.readinto(out[filled:].data)):
-                filled += count
-        if filled != size:
-            raise _damaged(f"{filled} bytes for a tensor of {size}")
+        with zstandard.ZstdDecompressor().stream_reader(payload, read_across_frames=True) as reader:
+            for start in range(0, limit, PIECE_BYTES):
+                piece, filled = scratch[: limit - start], 0
+                while filled < piece.size and (count := reader.readinto(piece[filled:].data)):
+                    filled += count
+                yield start, piece[:filled]
+                if filled < piece.size:
+                    return
+            if reader.read(1):
+                raise _damaged(f"more than {limit} bytes")
     except zstandard.ZstdError as error:
         raise _damaged(str(error)) from error
-    return out
 
 
 def _overwritten(old: Bytes, raw: bytes, element_bytes: int) -> Bytes:
+    """In place."""
     count = int.from_bytes(raw[:4], "little")
     if len(raw) != 4 + count * (4 + element_bytes):
         raise _damaged(f"{len(raw)} bytes for {count} changed elements")
     positions = np.frombuffer(raw, dtype="<u4", count=count, offset=4)
     width = _WIDTHS[element_bytes]
-    new = old.copy()
-    elements = new.view(width)
+    elements = old.view(width)
     if count and int(positions.max()) >= elements.size:
         raise _damaged(f"element {int(positions.max())} of a tensor of {elements.size}")
     elements[positions] = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * count).copy().view(width)
-    return new
+    return old
 
 
-def xor(left: Bytes, right: Bytes) -> Bytes:
-    """u8[n]"""
-    return np.bitwise_xor(left, right)
+def _same_size(old: Bytes, new: Bytes) -> None:
+    if old.size != new.size:
+        raise TransportError("a tensor changed its size", expected=f"{old.size} bytes", found=f"{new.size} bytes")
 
 
-def compress(raw: bytes | memoryview) -> bytes:
-    return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(raw)
+def compress(raw: Bytes) -> bytes:
+    """What `full` publishes of a tensor, and what `unpacked` reads."""
+    compressor = _tools.compressor
+    return b"".join(compressor.compress(piece.data) for _, piece in cut(raw))
 
 
-def decompress(payload: bytes, limit: int) -> bytes:
-    """At most `limit` bytes: the frame states its size, and a larger one is refused before it is unpacked.
+class _Tools(threading.local):
+    """One thread's compressor, which is costly to make, and memory for one difference."""
 
-    Raises:
-        TransportError: the frame is damaged or too large.
-    """
-    try:
-        size = zstandard.frame_content_size(payload)
-        if not 0 <= size <= limit:
-            raise _damaged(f"a frame of {size} bytes where at most {limit} can be")
-        return zstandard.ZstdDecompressor().decompress(payload, max_output_size=max(limit, 1))
-    except zstandard.ZstdError as error:
-        raise _damaged(str(error)) from error
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(level=LEVEL, write_content_size=True)
+        self.scratch = np.empty(PIECE_BYTES, dtype=np.uint8)
+
+
+_tools = _Tools()
+
+
+@functools.cache
+def _equal(size: int) -> bytes:
+    """The frame of a piece in which nothing changed."""
+    return zstandard.ZstdCompressor(level=LEVEL, write_content_size=True).compress(bytes(size))
+
+
+class Hasher(Protocol):
+    """What the libraries' checksums share."""
+
+    def update(self, data: memoryview, /) -> object: ...
+    def hexdigest(self) -> str: ...
+
+
+class _Adler32:
+    def __init__(self) -> None:
+        self._value = zlib.adler32(b"")
+
+    def update(self, data: memoryview, /) -> None:
+        self._value = zlib.adler32(data, self._value)
+
+    def hexdigest(self) -> str:
+        return f"{self._value:08x}"
+
+
+def hasher(kind: Checksum) -> Hasher:
+    """Begin a checksum."""
+    if kind == "xxh3-128":
+        return xxhash.xxh3_128()
+    if kind == "adler32":
+        return _Adler32()
+    from blake3 import blake3
+
+    return blake3()
 
 
 def checksum(data: Bytes, kind: Checksum) -> str:
     """Of the whole resulting tensor, in hexadecimal."""
-    if kind == "xxh3-128":
-        return xxhash.xxh3_128_hexdigest(data.data)
-    if kind == "adler32":
-        return f"{zlib.adler32(data.data):08x}"
-    from blake3 import blake3
-
-    return blake3(data.data).hexdigest()
+    begun = hasher(kind)
+    begun.update(data.data)
+    return begun.hexdigest()
 
 
-def _damaged(found: str) -> TransportError:
-    return TransportError("a delta is damaged", expected="a payload made for this tensor", found=found)
+def _damaged(found: str) -> Damaged:
+    return Damaged("a delta is damaged", expected="a payload made for this tensor", found=found)

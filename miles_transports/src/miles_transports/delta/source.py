@@ -1,7 +1,7 @@
 """One trainer rank's side of disk-delta: compares the tensors it owns with the last published version, and writes.
 
-A rank sees every bucket go by and keeps bytes of its own share only, so no host ever holds a second full model. Until a
-tensor first changes, its old bytes are the checkpoint's file itself, mapped.
+A rank keeps bytes of its own share only, so no host ever holds a second full model. Until a tensor first changes, its
+old bytes are the checkpoint's file itself, mapped. From then on there is one copy, which each comparison moves forward.
 
 The comparison moves the rank's memory forward before the version is known to be published. The payloads are kept until
 the next version begins: if that one builds on this one they are dropped, if not they are taken back.
@@ -9,25 +9,28 @@ the next version begins: if that one builds on this one they are dropped, if not
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from miles_core.errors import TransportError
 from miles_core.types import NamedTensor, WeightBucket
 from miles_core.weights.digests import name_some
 from miles_core.weights.stopwatch import Stopwatch
-from miles_transports.delta import index, tensorfile
-from miles_transports.delta.codec import Bytes, Checksum, Delta, Encoding, apply, checksum, encode
+from miles_transports.delta import codec, index, tensorfile
+from miles_transports.delta.codec import Bytes, Checksum, Delta, Encoding
 from miles_transports.delta.store import Store
+from miles_transports.memory import Recycled
 
 WORKERS = 32
 """Threads that compare and compress, at most; numpy and zstd let go of the interpreter while they do."""
+
+LOST = -2
+"""What a rank has published when it does not know any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +40,7 @@ class Change:
     delta: Delta
     checksum: str
     old: Bytes | None
-    """The bytes before, where the payload cannot bring them back: xor applied to the new ones does."""
+    """The bytes before; None where the payload brings them back, as `codec.take_back` does."""
 
 
 class DeltaSource:
@@ -51,7 +54,7 @@ class DeltaSource:
         self._rank, self._world_size = rank, world_size
         self._encoding, self._checksum = encoding, kind
         self._bytes: dict[str, Bytes] = {}
-        self._free: dict[int, list[Bytes]] = {}
+        self._memory = Recycled()
         self._published = index.BASE
         self._pending: int | None = None
         self._changes: dict[str, Change] = {}
@@ -66,12 +69,15 @@ class DeltaSource:
         Raises:
             TransportError: this rank knows neither.
         """
-        self._settle(failing=False)  # what failed in an attempt that was given up has been told there
+        self._settle()  # what failed in an attempt that was given up has been told there
         if self._pending is not None and self._pending == base_version:
             self._published = self._pending
         elif self._pending is not None:
             for name, change in self._changes.items():
-                self._bytes[name] = self._before(name, change)
+                if change.old is not None:
+                    self._bytes[name] = change.old
+                else:
+                    codec.take_back(self._bytes[name], change.delta.payload)
         if self._published != base_version:
             raise TransportError(
                 "this rank does not know the version that the next one builds on",
@@ -92,16 +98,24 @@ class DeltaSource:
             self._check(named)
             self._seen.add(named.name)
         if bucket.index % self._world_size == self._rank:
+            borrowed = []
             for named in bucket.tensors:
-                # A copy: the caller's tensors may change once this returns.
-                new = raw_bytes(named.tensor, self._memory(named.tensor.nbytes))
+                new, copied = self._main_memory(named.tensor)
                 self._owned.append(named.name)
-                self._jobs[named.name] = self._pool.submit(self._compare, named.name, new)
+                self._jobs[named.name] = job = self._pool.submit(self._compare, named.name, new)
+                if not copied:
+                    borrowed.append(job)
+            wait(borrowed)  # the caller's tensors may change once this returns
 
-    def _before(self, name: str, change: Change) -> Bytes:
-        if change.old is not None:
-            return change.old
-        return apply(self._bytes[name], change.delta.payload, "xor", self._base.entry(name).element_bytes)
+    def _main_memory(self, tensor: torch.Tensor) -> tuple[Bytes, bool]:
+        """A tensor's row-major bytes, and whether they are a copy: only what lies elsewhere has to be one."""
+        flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        copied = flat.data_ptr() != tensor.data_ptr()
+        if flat.device.type == "cpu" and (copied or self._encoding == "xor"):
+            return flat.numpy(), copied
+        block = self._memory.take(flat.numel(), torch.device("cpu"))
+        block.copy_(flat)
+        return block.numpy(), True
 
     def _check(self, named: NamedTensor) -> None:
         found = f"{str(named.tensor.dtype).removeprefix('torch.')} {tuple(named.tensor.shape)}"
@@ -122,34 +136,33 @@ class DeltaSource:
         )
 
     def _compare(self, name: str, new: Bytes) -> Change | None:
-        mine = self._bytes.get(name)
-        old = self._base.data(name) if mine is None else mine
-        delta = encode(old, new, self._encoding, self._base.entry(name).element_bytes)
+        old = self._bytes.get(name)
+        if old is None:
+            old = self._base.data(name)
+        if self._encoding == "xor":
+            try:
+                found = codec.advance(old, new, self._checksum)
+            except BaseException:
+                self._published = LOST  # half of the tensor may have moved
+                raise
+            if found is None:
+                return None
+            self._bytes[name] = found.held
+            return Change(found.delta, found.checksum, None)
+        delta = codec.encode_overwrite(old, new, self._base.entry(name).element_bytes)
         if delta is None:
-            self._free.setdefault(new.size, []).append(new)
             return None
         self._bytes[name] = new
-        if self._encoding != "xor":
-            return Change(delta, checksum(new, self._checksum), old)
-        if mine is not None:
-            self._free.setdefault(mine.size, []).append(mine)
-        return Change(delta, checksum(new, self._checksum), None)
+        return Change(delta, codec.checksum(new, self._checksum), old)
 
-    def _memory(self, size: int) -> Bytes | None:
-        """Memory that a tensor of this size has left behind; fresh pages cost as much as comparing does."""
-        free = self._free.get(size)
-        return free.pop() if free else None
-
-    def _settle(self, *, failing: bool = True) -> None:
-        """Wait for comparisons in progress; then raise the first failure, unless told not to."""
+    def _settle(self) -> list[BaseException]:
+        """Wait for comparisons in progress; what failed among them."""
         jobs, self._jobs = self._jobs, {}
         outcomes = {name: job.exception() for name, job in jobs.items()}
         for name, job in jobs.items():
             if outcomes[name] is None and (change := job.result()) is not None:
                 self._changes[name] = change
-        for error in outcomes.values():
-            if error is not None and failing:
-                raise error
+        return [error for error in outcomes.values() if error is not None]
 
     def finish(self, *, full: bool) -> dict[str, float]:
         """Write this rank's shard and listing, and those of a full snapshot when asked; figures of the cost.
@@ -160,7 +173,8 @@ class DeltaSource:
         version, clock = self._pending, Stopwatch()
         assert version is not None
         with clock.running("encode_s"):
-            self._settle()
+            if failures := self._settle():
+                raise failures[0]
         missing = sorted(self._base.where.keys() - self._seen)
         if missing:
             raise self._mismatch(
@@ -170,31 +184,31 @@ class DeltaSource:
         with clock.running("write_s"):
             wire = self._write(index.folder_of(self._lineage, version), changes)
             if full:
-                wire += self._write(index.folder_of(self._lineage, version, full=True), dict(self._snapshot()))
+                wire += self._write(index.folder_of(self._lineage, version, full=True), self._snapshot())
         return {
             **clock.seconds,
             "wire_bytes": float(wire),
             "changed_bytes": float(sum(change.delta.changed_bytes for change in self._changes.values())),
         }
 
-    def _snapshot(self) -> Iterator[tuple[str, tuple[bytes, str]]]:
-        for name in self._owned:
-            data = self._bytes.get(name)
-            data = self._base.data(name) if data is None else data
-            delta = encode(data, data, "full", self._base.entry(name).element_bytes)
-            assert delta is not None
-            yield name, (delta.payload, checksum(data, self._checksum))
+    def _snapshot(self) -> dict[str, tuple[bytes, str]]:
+        return dict(zip(self._owned, self._pool.map(self._whole, self._owned), strict=True))
+
+    def _whole(self, name: str) -> tuple[bytes, str]:
+        data = self._bytes.get(name)
+        data = self._base.data(name) if data is None else data
+        return codec.compress(data), codec.checksum(data, self._checksum)
 
     def _write(self, folder: str, payloads: dict[str, tuple[bytes, str]]) -> int:
         shard = f"model-{self._rank + 1:05d}-of-{self._world_size:05d}.safetensors" if payloads else None
         num_bytes = 0
         if shard is not None:
-            chunks = tensorfile.file_chunks(
+            header = tensorfile.file_header(
                 {name: ("U8", (len(payload),), len(payload)) for name, (payload, _) in payloads.items()},
-                (payload for payload, _ in payloads.values()),
                 {name: digest for name, (_, digest) in payloads.items()},
             )
-            num_bytes = self._store.write(f"{folder}/{shard}", chunks)
+            contents = (payload for payload, _ in payloads.values())
+            num_bytes = self._store.write(f"{folder}/{shard}", itertools.chain([header], contents))
         listing = index.RankListing(
             rank=self._rank,
             world_size=self._world_size,
@@ -208,10 +222,3 @@ class DeltaSource:
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
-
-def raw_bytes(tensor: torch.Tensor, out: Bytes | None = None) -> Bytes:
-    """u8[n]: the row-major bytes of a tensor, as safetensors stores them; always a copy, into `out` where given."""
-    values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    copy = np.empty(values.numel(), dtype=np.uint8) if out is None else out
-    torch.from_numpy(copy).copy_(values)
-    return copy

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,15 +80,11 @@ def _entry(fields: Mapping[str, object], data_start: int) -> Entry:
     return Entry(dtype, shape, data_start + start, end - start)
 
 
-def file_chunks(
-    tensors: Mapping[str, tuple[str, tuple[int, ...], int]],
-    contents: Iterable[bytes | memoryview],
-    metadata: Mapping[str, str],
-) -> Iterator[bytes | memoryview]:
-    """A whole file, piece by piece.
+def file_header(tensors: Mapping[str, tuple[str, tuple[int, ...], int]], metadata: Mapping[str, str]) -> bytes:
+    """What a file begins with; the tensors' bytes follow without a gap.
 
     Args:
-        tensors: Name to dtype, shape and bytes, in the order of `contents`.
+        tensors: Name to dtype, shape and bytes, in the order in which they lie.
     """
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
@@ -97,8 +93,7 @@ def file_chunks(
         end += num_bytes
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the data starts at a multiple of eight, so that tensors can be viewed in place
-    yield len(text).to_bytes(8, "little") + text
-    yield from contents
+    return len(text).to_bytes(8, "little") + text
 
 
 class Folder:

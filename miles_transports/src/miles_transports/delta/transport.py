@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
 import torch
 
 from miles_core.kinds.transport import WeightSource
@@ -30,6 +31,7 @@ from miles_transports.delta.source import DeltaSource
 from miles_transports.delta.store import open_store
 from miles_transports.joined import ENGINE_PATIENCE, Ends, JoinedTransport
 from miles_transports.meeting import Address, Meeting
+from miles_transports.memory import Recycled
 from miles_transports.options import DiskDeltaOptions
 
 
@@ -84,6 +86,7 @@ class DeltaReceiver:
         self._checkout = Checkout(
             base, Path(options.local_dir), open_store(options.publish_dir), lineage, timeout_s=options.visible_s
         )
+        self._memory = Recycled()
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         attempt = self._meeting.attempt()
@@ -91,8 +94,15 @@ class DeltaReceiver:
         plan = cast("list[list[str]]", self._meeting.told(f"{attempt}/plan"))
         for number, names in enumerate(plan):
             self._meeting.raise_if_over(attempt)
-            tensors = tuple(NamedTensor(name=name, tensor=read_tensor(folder, name)) for name in names)
+            tensors = tuple(NamedTensor(name=name, tensor=self._read(folder, name)) for name in names)
             yield WeightBucket(version=version, index=number, last=number == len(plan) - 1, tensors=tensors)
+
+    def _read(self, folder: tensorfile.Folder, name: str) -> torch.Tensor:
+        """A tensor of its own, copied out of the mapped file."""
+        entry = folder.entry(name)
+        raw = self._memory.take(entry.num_bytes, torch.device("cpu"))
+        np.copyto(raw.numpy(), folder.data(name))
+        return raw.view(getattr(torch, tensorfile.DTYPES[entry.dtype])).view(entry.shape)
 
     def materialise(self, version: int) -> Path:
         return self._materialise(self._meeting.attempt(), version)
@@ -105,13 +115,6 @@ class DeltaReceiver:
 
     def close(self) -> None:
         self._meeting.leave()
-
-
-def read_tensor(folder: tensorfile.Folder, name: str) -> torch.Tensor:
-    """A tensor of its own, copied out of the mapped file."""
-    entry = folder.entry(name)
-    raw = torch.from_numpy(folder.data(name).copy())
-    return raw.view(getattr(torch, tensorfile.DTYPES[entry.dtype])).view(entry.shape)
 
 
 class DiskDeltaTransport(JoinedTransport):
