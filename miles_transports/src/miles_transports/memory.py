@@ -1,8 +1,8 @@
 """Main memory that is used again: on a page that the kernel has just made, a copy takes twice its time.
 
-A receiver hands its buckets over for good, so it cannot keep two blocks of its own. It can notice, though, when the last
-tensor over a block is gone, and take the next bucket there. What it holds is never more than its caller held at once.
-On GPUs torch's allocator does the same.
+A receiver hands its buckets over for good, so it cannot keep two blocks of its own. It can notice, though, when the
+last tensor over a block is gone, and take the next bucket there. What it holds is never more than its caller held at
+once. On GPUs torch's allocator does the same.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from miles_core.errors import TransportError
 from miles_core.watch import waiting
 from miles_core.weights.digests import name_some
 from miles_transports.delta import codec, index, tensorfile
-from miles_transports.delta.codec import Bytes, Pieces
+from miles_transports.delta.codec import Pieces
 from miles_transports.delta.files import Files, Part
 from miles_transports.delta.index import BASE, CHECKPOINT, Key, VersionIndex
 from miles_transports.delta.store import POLL_S, Store, eventually, version_names
@@ -218,22 +218,20 @@ class Changes:
         self._headers: dict[str, tensorfile.Header] = {}
         self.names = {name for each in chain for name in each.weight_map}
 
-    def apply(self, name: str, data: Bytes, element_bytes: int) -> Pieces:
+    def apply(self, source: tensorfile.Folder, name: str) -> Pieces:
         """Take one tensor through all versions, piece by piece; what each gives is checked at its end.
 
         Raises:
             ChecksumMismatch: a version did not give what was published; perhaps after some pieces.
         """
         self._check()
-        pieces = codec.cut(data)
+        entry, pieces = source.entry(name), source.pieces(name)
         for each in self._chain:
             if (shard := each.weight_map.get(name)) is not None:
-                pieces = self._step(pieces, each, f"{each.folder}/{shard}", name, data.size, element_bytes)
+                pieces = self._step(pieces, each, f"{each.folder}/{shard}", name, entry)
         return pieces
 
-    def _step(
-        self, pieces: Pieces, each: VersionIndex, path: str, name: str, size: int, element_bytes: int
-    ) -> Pieces:
+    def _step(self, pieces: Pieces, each: VersionIndex, path: str, name: str, of: tensorfile.Entry) -> Pieces:
         header = self._header(path)
         entry = header.entries.get(name)
         if entry is None:
@@ -243,7 +241,7 @@ class Changes:
         )
         result = codec.hasher(each.checksum)
         try:
-            for start, piece in codec.apply_pieces(pieces, size, payload, each.encoding, element_bytes):
+            for start, piece in codec.apply_pieces(pieces, of.num_bytes, payload, each.encoding, of.element_bytes):
                 result.update(piece.data)
                 yield start, piece
         except codec.Damaged as error:
@@ -272,12 +270,12 @@ def _patched(source: tensorfile.Folder, path: Path, changes: Changes) -> tuple[b
         {name: (entry.dtype, entry.shape, entry.num_bytes) for name, entry in ordered}, header.metadata
     )
 
-    def part(name: str, place: int, element_bytes: int) -> Part:
-        for start, piece in changes.apply(name, source.data(name), element_bytes):
+    def part(name: str, place: int) -> Part:
+        for start, piece in changes.apply(source, name):
             yield place + start, piece.data
 
     ends = itertools.accumulate((entry.num_bytes for _, entry in ordered), initial=len(text))
-    return text, [part(name, place, entry.element_bytes) for (name, entry), place in zip(ordered, ends, strict=False)]
+    return text, [part(name, place) for (name, _), place in zip(ordered, ends, strict=False)]
 
 
 def published(store: Store, lineage: str) -> list[VersionIndex]:

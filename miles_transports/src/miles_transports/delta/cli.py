@@ -57,7 +57,7 @@ def verify(place: str, base: Path, lineage: str | None) -> None:
     for chain in (_deltas(indexes), *((each,) for each in indexes if each.full)):
         changes = Changes(store, chain, VISIBLE_S, lambda: None)
         for tensor in sorted(changes.names):
-            for _ in changes.apply(tensor, folder.data(tensor), folder.entry(tensor).element_bytes):
+            for _ in changes.apply(folder, tensor):
                 pass  # what is wrong with it is raised
         if chain:
             kind = "full snapshot" if chain[0].full else f"{len(chain)} deltas"

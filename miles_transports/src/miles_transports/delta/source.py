@@ -221,4 +221,3 @@ class DeltaSource:
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)
-

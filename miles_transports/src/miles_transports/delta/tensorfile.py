@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from miles_core.errors import TransportError
-from miles_transports.delta.codec import Bytes
+from miles_transports.delta.codec import PIECE_BYTES, Bytes, Pieces
 
 DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "I64": "int64", "I32": "int32",
@@ -128,6 +128,18 @@ class Folder:
         """u8[n], read-only, backed by the file."""
         entry = self.entry(name)
         return self._maps[self.where[name]][entry.start : entry.start + entry.num_bytes]
+
+    def pieces(self, name: str) -> Pieces:
+        """The same, read instead of mapped: who reads each byte once pays more for its page than for the byte."""
+        entry = self.entry(name)
+        scratch = np.empty(min(PIECE_BYTES, entry.num_bytes), dtype=np.uint8)
+        with self.where[name].open("rb", buffering=0) as file:
+            file.seek(entry.start)
+            for start in range(0, entry.num_bytes, PIECE_BYTES):
+                piece = scratch[: entry.num_bytes - start]
+                if file.readinto(piece.data) != piece.size:
+                    raise _unreadable(str(self.where[name]), f"tensor {name} is cut short")
+                yield start, piece
 
 
 def _unreadable(where: str, found: str) -> TransportError:

@@ -5,7 +5,8 @@
     source   writes into the slot, and says that it has                                   (Mooncake, store)
 
 The source packs a bucket into one of two staging buffers while the last target's write reads the other. Registered
-memory is constant: two buffers a source, two slots a target rank, however many engines there are. A failed publish begins a new generation: slots are registered anew, so a write that was given up can no longer land anywhere.
+memory is constant: two buffers a source, two slots a target rank, however many engines there are. A failed publish
+begins a new generation: slots are registered anew, so a write that was given up can no longer land anywhere.
 """
 
 from __future__ import annotations
@@ -188,9 +189,7 @@ class P2pSender:
             peer = self._state.slots[place] = Peer(endpoint=endpoint, address=address, num_bytes=num_bytes)
         return peer
 
-    def _write(
-        self, attempt: int, target: Target, layout: Layout, peer: Peer | None, staging: torch.Tensor
-    ) -> None:
+    def _write(self, attempt: int, target: Target, layout: Layout, peer: Peer | None, staging: torch.Tensor) -> None:
         wire = self._wire
         assert wire is not None
         if peer is not None:
