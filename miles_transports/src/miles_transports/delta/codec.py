@@ -67,7 +67,7 @@ Pieces = Iterator[tuple[int, Bytes]]
 
 
 def advance(old: Bytes, new: Bytes, kind: Checksum) -> Advanced | None:
-    """Encode as `xor`, and move `old` forward in place; the checkpoint's own bytes are read-only and get memory instead.
+    """Encode as `xor`, and move `old` forward in place; the checkpoint's own bytes, read-only, get memory instead.
 
     Args:
         old, new: u8[n], equally long.
