@@ -91,3 +91,31 @@ def test_async_names_what_it_cannot_read(bad: tuple[str, str]) -> None:
 
 def test_a_budget_below_a_group_is_refused() -> None:
     assert "holds no group" in run("async", *JOB, "--max-concurrent-samples", "2", code=2)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("sync", "--gigabytes", "nan"),
+        ("sync", "--gigabytes", "inf"),
+        ("sync", "--gigabytes", "1", "--density", "nan"),
+        ("async", *JOB, "--publish-s", "nan"),
+        ("async", *JOB, "--tokens", "nan"),
+        ("async", *JOB, "--tokens", "10:inf"),
+        ("async", *JOB, "--scale", "0"),
+        ("async", *JOB, "--scale", "1,two"),
+    ],
+)
+def test_what_no_forecast_can_use_is_refused(arguments: tuple[str, ...]) -> None:
+    assert "Error: Invalid value for" in run(*arguments, code=2)
+
+
+def test_sync_names_a_model_folder_without_config(tmp_path: Path) -> None:
+    assert "config.json is missing" in run("sync", "--model", str(tmp_path), code=2)
+
+
+def test_engines_on_shared_devices_have_no_nodes_of_their_own() -> None:
+    shared = ("sync", "--gigabytes", "1", "--fabric", "shared-device")
+    assert "--engine-nodes" in run(*shared, "--engine-nodes", "2", code=2)
+    one, four = (rows(*shared, "--engines", number)["estimates"][0]["pause_s"] for number in ("1", "4"))
+    assert four > one

@@ -80,7 +80,21 @@ def test_no_forecast_beats_its_bound(train_s: float) -> None:
     tail = Workload(turns=constant(3), tokens=log_normal(100, spread=10), wait_s=log_normal(5, spread=10))
     for mode in ("sync", "one-step-off", "fully-async"):
         found = forecast(job(mode=mode, workload=tail, speed=EngineSpeed(peak=400, half=4), train_s=train_s, steps=100))
-        assert found.efficiency < 1.05, mode  # draws differ from the bound's own by sampling noise
+        assert found.efficiency < 1.02, mode  # the steps after the first live a little on what it left over
+
+
+@pytest.mark.parametrize("mode", ["sync", "one-step-off", "fully-async"])
+def test_tools_go_on_while_weights_are_published(mode: str) -> None:
+    # 100 s of tools for each trajectory and 50 s of publishing: both fit into one step of about 100 s.
+    tools = Workload(turns=constant(1), tokens=constant(10), wait_s=constant(100.0))
+    found = forecast(job(mode=mode, workload=tools, train_s=1.0, publish_s=50.0, steps=40))
+    assert found.bound_s == pytest.approx(100.0, rel=1e-3)
+    assert found.efficiency < 1.02
+
+
+def test_a_buffer_smaller_than_a_batch_fills_it_group_by_group() -> None:
+    small = forecast(job(mode="fully-async", capacity_factor=0.25, train_s=2.0))
+    assert small.step_s == pytest.approx(10.0, rel=0.05)
 
 
 def test_sample_credits_keep_the_budget_full_and_group_refill_does_not() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -55,6 +57,27 @@ def test_shared_devices_leave_only_cuda_ipc_and_shared_storage_only_disk_delta()
     assert [e.transport for e in sync.estimates(replace(base, fabric="shared-device"))] == ["cuda-ipc"]
     assert [e.transport for e in sync.estimates(replace(base, fabric="storage"))] == ["disk-delta"]
     assert "only one" in sync.recommend(sync.estimates(replace(base, fabric="storage")))
+
+
+@pytest.mark.parametrize(
+    ("transport", "change", "links", "word"),
+    [
+        (sync.broadcast, {}, Links(), "network card"),
+        (sync.broadcast, {}, Links(nic=5000.0), "gathering"),
+        (sync.p2p, {}, Links(), "main memory"),
+        (sync.p2p, {"engines": 640}, Links(), "a copy for each engine"),
+        (sync.p2p, {"post_load_s": 100.0}, Links(), "engine's own work"),
+        (sync.cuda_ipc, {}, Links(), "no network"),
+        (sync.cuda_ipc, {}, Links(device_copy=1.0), "inside the devices"),
+        (sync.disk_delta, {}, Links(), "diffing"),
+        (sync.disk_delta, {"density": 1.0}, Links(storage=0.1), "shared storage"),
+        (sync.disk_delta, {}, Links(reload=1.0), "local disks"),
+    ],
+)
+def test_the_reason_is_the_longest_part(
+    transport: Callable[[Topology, Links], sync.Estimate], change: dict[str, Any], links: Links, word: str
+) -> None:
+    assert word in transport(Topology(model_bytes=100e9, **change), links).because
 
 
 def test_more_replicas_cost_p2p_bytes_on_the_wire_and_broadcast_none() -> None:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from miles_core.cli.numbers import Finite
+
 if TYPE_CHECKING:
     from miles_core.planning.overlap import Forecast, Job
     from miles_core.planning.workload import Draw
@@ -36,17 +38,15 @@ class Tail(click.ParamType):  # type: ignore[type-arg]
 @click.option("--turns", type=Tail(), default="1", show_default=True, help="Turns of a trajectory.")
 @click.option("--tokens", type=Tail(), default="1000:4", show_default=True, help="Sampled tokens of a turn.")
 @click.option("--wait-s", type=Tail(), default="0", show_default=True, help="Tool or environment time after a turn.")
-@click.option(
-    "--peak-tokens-s", type=click.FloatRange(0, min_open=True), required=True, help="Of all engines together."
-)
-@click.option("--half-at", type=click.FloatRange(0), default=0.0, help="Requests at which half the peak is reached.")
-@click.option("--train-s", type=click.FloatRange(0), required=True, help="Log-probs and updates of one batch.")
-@click.option("--publish-s", type=click.FloatRange(0), default=0.0, show_default=True, help="Pause of a weight update.")
+@click.option("--peak-tokens-s", type=Finite(0, min_open=True), required=True, help="Of all engines together.")
+@click.option("--half-at", type=Finite(0), default=0.0, help="Requests at which half the peak is reached.")
+@click.option("--train-s", type=Finite(0), required=True, help="Log-probs and updates of one batch.")
+@click.option("--publish-s", type=Finite(0), default=0.0, show_default=True, help="Pause of a weight update.")
 @click.option("--groups-per-step", type=click.IntRange(1), default=8, show_default=True)
 @click.option("--group-size", type=click.IntRange(1), default=8, show_default=True)
-@click.option("--max-concurrent-samples", type=click.IntRange(1), help="In flight; twice the batch by default.")
+@click.option("--max-concurrent-samples", type=click.IntRange(1), help="In flight; one batch by default.")
 @click.option("--max-weight-staleness", type=click.IntRange(0), help="No limit by default.")
-@click.option("--capacity-factor", type=click.FloatRange(0, min_open=True), default=2.0, show_default=True)
+@click.option("--capacity-factor", type=Finite(0, min_open=True), default=2.0, show_default=True)
 @click.option("--update-weights-interval", type=click.IntRange(1), default=1, show_default=True)
 @click.option("--refill", type=click.Choice(["sample", "group"]), default="sample", show_default=True)
 @click.option("--steps", type=click.IntRange(2), default=50, show_default=True)
@@ -59,14 +59,16 @@ def command(mode: tuple[str, ...], scale: str, as_json: bool, **options: Any) ->
     \b
     A long-tailed agent job, where a batch trains in 200 s:
       miles plan async --turns 12:6 --tokens 420:8 --wait-s 6:10 --peak-tokens-s 2600 --half-at 40 \\
-        --train-s 200 --publish-s 20
+        --train-s 200 --publish-s 20 --max-concurrent-samples 128
     """
     from miles_core.planning.overlap import forecast
 
     try:
         factors = [int(part) for part in scale.split(",")]
     except ValueError:
-        raise click.BadParameter(f"{scale!r} is not a list of whole numbers", param_hint="--scale") from None
+        factors = []
+    if not factors or min(factors) < 1:
+        raise click.BadParameter(f"{scale!r} is not a list of whole numbers from 1 on", param_hint="--scale")
     base = _job(options)
     rows = []
     for factor in factors:
@@ -99,7 +101,7 @@ def _job(options: dict[str, Any]) -> Job:
 
     workload = Workload(turns=options.pop("turns"), tokens=options.pop("tokens"), wait_s=options.pop("wait_s"))
     speed = EngineSpeed(peak=options.pop("peak_tokens_s"), half=options.pop("half_at"))
-    budget = options.pop("max_concurrent_samples") or 2 * options["groups_per_step"] * options["group_size"]
+    budget = options.pop("max_concurrent_samples") or options["groups_per_step"] * options["group_size"]
     return Job(mode="sync", workload=workload, speed=speed, max_concurrent_samples=budget, **options)
 
 

@@ -51,7 +51,7 @@ class Forecast:
     step_s: float
     step_median_s: float
     bound_s: float
-    """No schedule is faster: the longer of training plus publishing and of generating a batch at full occupancy."""
+    """No schedule is faster in the long run; see `bound`."""
     trainer_idle: float
     """Share of time in which the trainer waits."""
     engine_idle: float
@@ -68,7 +68,7 @@ class Forecast:
 
     @property
     def efficiency(self) -> float:
-        """Bound over step time; 1 cannot be beaten."""
+        """Bound over step time. Above 1 only in a short run, whose steps live on what the first one left over."""
         return self.bound_s / self.step_s
 
 
@@ -91,6 +91,8 @@ class Simulation:
     in_flight: int = 0
     pending_groups: int = 0
     buffer: deque[Group] = field(default_factory=deque)
+    batch: list[Group] = field(default_factory=list)
+    """Groups taken for the next step, while it is not whole."""
     training: bool = False
     stops: list[float] = field(default_factory=list)
     """When each step ended."""
@@ -99,6 +101,9 @@ class Simulation:
     trained_tokens: float = 0.0
     training_s: float = 0.0
     in_flight_s: float = 0.0
+    drawn: int = 0
+    drawn_tokens: float = 0.0
+    drawn_wait_s: float = 0.0
     _marked: float = 0.0
     wave_left: int = 0
     """Groups of the present wave that are still to come (sync, one-step-off)."""
@@ -111,7 +116,14 @@ class Simulation:
         self.in_flight += self.job.group_size
         self.pending_groups += 1
         for _ in range(self.job.group_size):
-            self._turn(group, self.job.workload.draw(self.rng), 0)
+            self._turn(group, self._draw(), 0)
+
+    def _draw(self) -> tuple[Turn, ...]:
+        turns = self.job.workload.draw(self.rng)
+        self.drawn += 1
+        self.drawn_tokens += sum(turn.tokens for turn in turns)
+        self.drawn_wait_s += sum(turn.wait_s for turn in turns)
+        return turns
 
     def _turn(self, group: Group, turns: tuple[Turn, ...], at: int) -> None:
         if at == len(turns):
@@ -145,7 +157,8 @@ class Simulation:
             return False
         if job.max_weight_staleness is not None:
             # What would be over the limit by the time it is trained is not begun.
-            ahead = self.pending_groups + len(self.buffer) + (job.groups_per_step if self.training else 0)
+            taken = job.groups_per_step if self.training else len(self.batch)
+            ahead = self.pending_groups + len(self.buffer) + taken
             if ahead // (job.groups_per_step * job.update_weights_interval) > job.max_weight_staleness:
                 return False
         if job.refill == "sample":
@@ -169,12 +182,16 @@ class Simulation:
         job = self.job
         if self.training or self.trained >= job.steps:
             return
-        self._drop_stale()
-        if len(self.buffer) < job.groups_per_step:
-            return
-        batch = [self.buffer.popleft() for _ in range(job.groups_per_step)]
-        self.ages += [self.version - group.version for group in batch]
-        self.trained_tokens += sum(group.tokens for group in batch)
+        # The trainer takes a group at a time, so a buffer may be smaller than a batch.
+        while len(self.batch) < job.groups_per_step:
+            self._drop_stale()
+            if not self.buffer:
+                return
+            self.batch.append(self.buffer.popleft())
+            self.refill()
+        self.ages += [self.version - group.version for group in self.batch]
+        self.trained_tokens += sum(group.tokens for group in self.batch)
+        self.batch = []
         self.training = True
         self.training_s += job.train_s
         self.clock.after(job.train_s, self._trained)
@@ -242,7 +259,7 @@ def _summary(done: Simulation) -> Forecast:
         first_step_s=durations[0],
         step_s=mean(later),
         step_median_s=median(later),
-        bound_s=bound(job),
+        bound_s=bound(job, tokens=done.drawn_tokens / done.drawn, wait_s=done.drawn_wait_s / done.drawn),
         trainer_idle=1 - (done.training_s + job.publish_s * done.version) / clock.now,
         engine_idle=1 - clock.busy_s / clock.now,
         in_flight=done.in_flight_s / clock.now,
@@ -254,20 +271,25 @@ def _summary(done: Simulation) -> Forecast:
     )
 
 
-def bound(job: Job, *, draws: int = 4000) -> float:
-    """Seconds of a step that no schedule beats on these machines: training and publishing back to back, or the batch
-    generated with the whole budget in flight all the time."""
-    rng = random.Random(job.seed)
-    samples = [job.workload.draw(rng) for _ in range(draws)]
-    tokens = mean(sum(turn.tokens for turn in turns) for turns in samples)
-    waits = mean(sum(turn.wait_s for turn in turns) for turns in samples)
+def bound(job: Job, *, tokens: float, wait_s: float) -> float:
+    """Seconds of a step that no schedule beats in the long run on these machines.
+
+    The longest of three: training and publishing back to back; all tokens of a batch sampled with the whole budget
+    generating, while publishing stops it; and a batch out of the budget by Little's law, where trajectories that wait
+    for tools do not generate and an update costs nothing, since tools go on.
+
+    Args:
+        tokens: Mean of a trajectory.
+        wait_s: Mean time of a trajectory's tools.
+    """
     batch = job.groups_per_step * job.group_size
     budget = job.max_concurrent_samples if job.mode == "fully-async" else batch
-    # Little's law: `budget` trajectories in flight, of which a share generates; solve n = budget * gen / (gen + wait).
+    publish_s = job.publish_s / job.update_weights_interval
+    sampling = publish_s + batch * tokens * (budget + job.speed.half) / (budget * job.speed.peak)
+    # Of `budget` trajectories in flight a share generates: solve n = budget * generating / (generating + wait).
     running = float(budget)
     for _ in range(200):
         generating_s = tokens * (running + job.speed.half) / job.speed.peak
-        running = 0.5 * running + 0.5 * budget * generating_s / (generating_s + waits)
-    generating_s = tokens * (running + job.speed.half) / job.speed.peak
-    rollout = batch * (generating_s + waits) / budget + job.publish_s / job.update_weights_interval
-    return max(job.train_s + job.publish_s / job.update_weights_interval, rollout)
+        running = 0.5 * running + 0.5 * budget * generating_s / (generating_s + wait_s)
+    occupancy = batch * (tokens * (running + job.speed.half) / job.speed.peak + wait_s) / budget
+    return max(job.train_s + publish_s, sampling, occupancy)

@@ -7,7 +7,7 @@ broadcast and P2P windows (`PUBLISHED`); what they predict for your machines is 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -81,54 +81,67 @@ def broadcast(topology: Topology, links: Links) -> Estimate:
     """One sender at a time; every engine hears everything. Stages gather ahead of their turn, so the gather divides by
     their number."""
     wire = topology.model_bytes / (links.nic * links.broadcast_efficiency * GB)
-    return Estimate(
-        transport="broadcast",
-        prepare_s=0.0,
-        pause_s=wire + _gather(topology, links),
-        wire_bytes=topology.model_bytes,
-        because="the whole model leaves through one network card",
-    )
+    pause = {"the whole model leaves through one network card": wire, GATHERING: _gather(topology, links)}
+    return _estimate("broadcast", wire_bytes=topology.model_bytes, pause=pause)
 
 
 def p2p(topology: Topology, links: Links) -> Estimate:
     """Every trainer node re-shards its share on its host and writes it to each engine."""
-    staging = topology.model_bytes / (topology.trainer_nodes * links.host_staging * GB)
     sent = topology.model_bytes * topology.engines
     ends = min(topology.trainer_nodes, topology.engine_nodes)
-    wire = sent / (ends * links.nics_per_node * links.nic * GB)
-    return Estimate(
-        transport="p2p",
-        prepare_s=0.0,
-        pause_s=staging + wire + _gather(topology, links) + topology.post_load_s,
-        wire_bytes=sent,
-        because="re-sharding in main memory, divided by the trainer's nodes",
-    )
+    pause = {
+        "re-sharding in main memory, divided by the trainer's nodes": topology.model_bytes
+        / (topology.trainer_nodes * links.host_staging * GB),
+        "a copy for each engine through the network cards of the smaller side": sent
+        / (ends * links.nics_per_node * links.nic * GB),
+        GATHERING: _gather(topology, links),
+        "the engine's own work after the update": topology.post_load_s,
+    }
+    return _estimate("p2p", wire_bytes=sent, pause=pause)
 
 
 def cuda_ipc(topology: Topology, links: Links) -> Estimate:
-    """Handles travel, tensors are copied inside their device."""
-    copy = topology.model_bytes / (topology.trainer_nodes * links.nics_per_node * links.device_copy * GB)
-    return Estimate(
-        transport="cuda-ipc",
-        prepare_s=0.0,
-        pause_s=copy + _gather(topology, links),
-        wire_bytes=0.0,
-        because="gathering full tensors; no network is involved",
-    )
+    """Handles travel, tensors are copied inside their device, once for each engine."""
+    devices = topology.trainer_nodes * links.nics_per_node
+    copied = topology.model_bytes * topology.engines
+    pause = {
+        "copies inside the devices": copied / (devices * links.device_copy * GB),
+        f"{GATHERING}; no network is involved": _gather(topology, links),
+    }
+    return _estimate("cuda-ipc", wire_bytes=0.0, pause=pause)
 
 
 def disk_delta(topology: Topology, links: Links) -> Estimate:
     """Diff, publish and materialise while generation goes on; only loading the result stops it."""
-    encode = topology.model_bytes / (topology.trainer_nodes * links.encode * GB)
     delta = topology.model_bytes * topology.density
-    upload = delta / (topology.trainer_nodes * links.storage * GB)
-    download = delta / (links.storage * GB)
+    prepare = {
+        "diffing and compressing": topology.model_bytes / (topology.trainer_nodes * links.encode * GB),
+        "writing the difference to shared storage": delta / (topology.trainer_nodes * links.storage * GB),
+        "reading the difference from shared storage": delta / (links.storage * GB),
+    }
+    pause = {
+        "loading the new checkpoint from local disks": topology.model_bytes
+        * topology.engines
+        / (topology.engine_nodes * links.reload * GB)
+    }
+    return _estimate("disk-delta", wire_bytes=delta * (1 + topology.engine_nodes), prepare=prepare, pause=pause)
+
+
+GATHERING = "gathering full tensors"
+
+
+def _estimate(
+    transport: str, *, wire_bytes: float, pause: Mapping[str, float], prepare: Mapping[str, float] | None = None
+) -> Estimate:
+    """The sums of named seconds, and the name of the longest."""
+    prepare = prepare or {}
+    parts = {**prepare, **pause}
     return Estimate(
-        transport="disk-delta",
-        prepare_s=encode + upload + download,
-        pause_s=topology.model_bytes * topology.engines / (topology.engine_nodes * links.reload * GB),
-        wire_bytes=delta * (1 + topology.engine_nodes),
-        because="loading the new checkpoint from local disks",
+        transport=transport,
+        prepare_s=sum(prepare.values()),
+        pause_s=sum(pause.values()),
+        wire_bytes=wire_bytes,
+        because=max(parts, key=lambda name: parts[name]),
     )
 
 

@@ -44,9 +44,9 @@ def log_normal(median: float, *, spread: float) -> Draw:
     """A long tail: the 95th percentile is `spread` times the 5th.
 
     Raises:
-        ValueError: `spread` below 1, or a negative median.
+        ValueError: `spread` below 1, a negative median, or either not finite.
     """
-    if spread < 1 or median < 0:
+    if not (1 <= spread < math.inf and 0 <= median < math.inf):
         raise ValueError(f"log-normal with median {median} and spread {spread}: want median >= 0 and spread >= 1")
     if median == 0:
         return constant(0.0)
