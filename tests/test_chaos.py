@@ -21,6 +21,44 @@ from miles_core.tracking import rollouts
 if TYPE_CHECKING:
     from .conftest import Workspace
 
+PLUGIN = """
+from miles_core.plugin import Capability, hookimpl
+
+MILES_API = 1
+
+
+@hookimpl
+def miles_environments():
+    return [Capability(name="tool", summary="runs a process, then asks", load="tool_chat:ToolChat",
+                       provides=frozenset({"needs-rewards"}))]
+"""
+TOOL = """
+import asyncio
+
+from miles_core.kinds.environment import EpisodeResult
+
+
+class ToolChat:
+    def __init__(self, options):
+        pass
+
+    def prompts(self, split):
+        return None
+
+    async def run(self, prompt, session):
+        tool = await asyncio.create_subprocess_exec("sleep", "0.521")
+        try:
+            if code := await tool.wait():
+                raise RuntimeError(f"the tool ended with {code}")
+        finally:
+            if tool.returncode is None:
+                tool.kill()
+        await session.complete(prompt.messages)
+        return EpisodeResult()
+
+    async def close(self):
+        pass
+"""
 CHAOS: dict[str, Any] = {
     "executor": {"use": "ray", "num_cpus": 4, "threads": 1},
     "transport": "broadcast",
@@ -50,10 +88,30 @@ def processes(log: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def harm(pid: int, number: int) -> bool:
+SIGNS = {"reward": b"reward_worker", "tool": b"sleep"}
+"""What tells processes apart that the run itself started; Ray's are told by their title."""
+
+
+def children(parent: int, sign: bytes) -> list[int]:
+    """Processes that `parent` started and whose command line holds `sign`."""
+    found = []
+    for tasks in Path(f"/proc/{parent}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(pid) for pid in tasks.read_text().split() if sign in command_of(int(pid))]
+    return found
+
+
+def command_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
+
+
+def harm(pid: int, number: int, sign: bytes) -> bool:
     """Signal a process of the run; whether it was still there."""
     try:
-        if b"ray::" not in Path(f"/proc/{pid}/cmdline").read_bytes():
+        if sign not in command_of(pid):
             return False
         os.kill(pid, number)
     except OSError:
@@ -87,9 +145,13 @@ class Fire:
 
     def strike(self, victim: str, number: int) -> bool:
         """Signal one process whose name begins with `victim`, if there is one."""
-        pids = processes(self._workspace.lines("events.jsonl"))
-        names = sorted(name for name in pids if name.startswith(victim))
-        if self._run.poll() is not None or not names or not harm(pids[self._rng.choice(names)], number):
+        sign = SIGNS.get(victim, b"ray::")
+        if victim in SIGNS:
+            pids = children(self._run.pid, sign)
+        else:
+            placed = processes(self._workspace.lines("events.jsonl"))
+            pids = [pid for name, pid in sorted(placed.items()) if name.startswith(victim)]
+        if self._run.poll() is not None or not pids or not harm(self._rng.choice(pids), number, sign):
             return False
         self.landed[f"{victim} {signal.Signals(number).name}"] += 1
         return True
@@ -100,20 +162,42 @@ class Fire:
         return victim if self.strike(victim, number) else None
 
 
+def with_tool(workspace: Workspace) -> dict[str, str]:
+    """Install environment `tool` beside the run-file; the environment variables that make it known."""
+    from .conftest import environment
+
+    folder = workspace.folder
+    (folder / "tool_chat.py").write_text(TOOL)
+    (folder / "tool_chat_plugin.py").write_text(PLUGIN)
+    info = folder / "tool_chat-0.1.dist-info"
+    info.mkdir(exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tool-chat\nVersion: 0.1\n")
+    (info / "entry_points.txt").write_text("[miles.plugins]\ntool-chat = tool_chat_plugin\n")
+    known = environment()
+    return {**known, "PYTHONPATH": os.pathsep.join([str(folder), known.get("PYTHONPATH", "")])}
+
+
 @contextlib.contextmanager
-def started(workspace: Workspace, overrides: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
+def started(
+    workspace: Workspace, overrides: dict[str, Any], *arguments: str, env: dict[str, str] | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
     """The run, killed when the block fails."""
     from miles_core.testing.preloaded import environment
 
-    command = workspace.command(overrides=overrides)
-    with (workspace.folder / "output.txt").open("w") as output:
-        run = subprocess.Popen(command, stdout=output, stderr=output, env=environment())
+    command = workspace.command(*arguments, overrides=overrides)
+    with (workspace.folder / "output.txt").open("a") as output:
+        run = subprocess.Popen(command, stdout=output, stderr=output, env=env or environment(), start_new_session=True)
         try:
             yield run
         finally:
             if run.poll() is None:
-                run.kill()
+                os.killpg(run.pid, signal.SIGKILL)
                 run.wait()
+
+
+def ctrl_c(run: subprocess.Popen[bytes]) -> None:
+    """As a terminal sends it: to every process of the foreground, Ray's among them."""
+    os.killpg(run.pid, signal.SIGINT)
 
 
 def ended(workspace: Workspace, run: subprocess.Popen[bytes], code: int) -> None:
@@ -150,40 +234,110 @@ def check_nothing_lost(workspace: Workspace, steps: int, groups: int, size: int)
     assert [line["step"] for line in workspace.lines()] == list(range(steps + 1))
 
 
-def test_an_engine_dies_another_hangs_and_the_run_finishes(workspace: Workspace) -> None:
-    steps = 9
-    with started(workspace, {**CHAOS, "schedule.steps": steps}) as run:
+def test_an_engine_dies_another_hangs_and_the_run_goes_on(workspace: Workspace) -> None:
+    with started(workspace, {**CHAOS, "schedule.steps": 100_000}) as run:
         fire = Fire(workspace, run, seed=0)
         for number in (signal.SIGKILL, signal.SIGSTOP):
             fire.a_step()
             before = replaced(workspace)
-            if fire.strike("engine", number):
-                fire.wait_for(lambda before=before: replaced(workspace) > before)  # type: ignore[misc]
-        ended(workspace, run, 0)
-    assert fire.landed, "the run ended before anything could happen to it"
-    check_nothing_lost(workspace, steps, 2, 3)
+            assert fire.strike("engine", number)
+            fire.wait_for(lambda before=before: replaced(workspace) > before)  # type: ignore[misc]
+        fire.a_step()
+        ctrl_c(run)
+        ended(workspace, run, 130)
+    assert replaced(workspace) == 2
+    check_nothing_lost(workspace, workspace.lines()[-1]["step"], 2, 3)
     check_versions(workspace)
+
+
+BLOWS = (
+    *[("engine", signal.SIGKILL)] * 6,
+    *[("engine", signal.SIGSTOP)] * 3,
+    *[("reward", signal.SIGKILL)] * 3,
+    *[("reward", signal.SIGSTOP)] * 2,
+    *[("tool", signal.SIGKILL)] * 4,
+    *[("tool", signal.SIGSTOP)] * 3,
+    *[("trainer", signal.SIGKILL)] * 2,
+)
+UNDER_FIRE = {
+    **CHAOS,
+    "environment": "tool",
+    "rollout.trajectory_timeout_s": 20,
+    "rollout.reward_timeout_s": 5,
+    "rollout.reward_workers": 2,
+}
 
 
 @pytest.mark.slow
 def test_five_minutes_of_chaos(workspace: Workspace) -> None:
     """Then Ctrl-C drains what is left, and the resumed run finishes."""
-    blows = [("engine", signal.SIGKILL)] * 7 + [("engine", signal.SIGSTOP)] * 4 + [("trainer", signal.SIGKILL)]
-    with started(workspace, {**CHAOS, "schedule.steps": 100_000}) as run:
+    env = with_tool(workspace)
+    with started(workspace, {**UNDER_FIRE, "schedule.steps": 100_000}, env=env) as run:
         fire = Fire(workspace, run, seed=1)
         fire.a_step()
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline and run.poll() is None:
-            fire.pause(1.0, 5.0)
-            if fire.strike_something(blows) == "trainer":
+            fire.pause(1.0, 4.0)
+            if fire.strike_something(BLOWS) == "trainer":
                 fire.a_step()
-        run.send_signal(signal.SIGINT)
+        ctrl_c(run)
         ended(workspace, run, 130)
     steps = workspace.lines()[-1]["step"] + 3
-    workspace.train("--resume", overrides={**CHAOS, "schedule.steps": steps}, timeout_s=400)
+    with started(workspace, {**UNDER_FIRE, "schedule.steps": steps}, "--resume", env=env) as run:
+        ended(workspace, run, 0)
     kinds = Counter(event["event"] for event in workspace.lines("events.jsonl"))
     print(f"{sum(fire.landed.values())} blows {dict(fire.landed)}, {steps} steps, {dict(kinds)}")
-    print(workspace.lines("events.jsonl")[-2])
-    assert set(fire.landed) >= {"engine SIGKILL"}
+    print([event for event in workspace.lines("events.jsonl") if event["event"] == "ledger"][-1])
+    assert {name.split()[0] for name in fire.landed} >= {"engine", "reward", "tool"}
     check_nothing_lost(workspace, steps, 2, 3)
     check_versions(workspace)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Three nodes of one CPU each: room for one trainer rank and two engines."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_worker_niceness", "0")
+    cluster = Cluster(initialize_head=True, head_node_args=NODE)
+    try:
+        for _ in range(2):
+            cluster.add_node(**NODE)
+        yield cluster
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+NODE = {"num_cpus": 1, "object_store_memory": 100 * 1024 * 1024}
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
+
+
+@pytest.mark.slow
+def test_a_run_over_several_nodes_loses_one_and_goes_on_with_another(workspace: Workspace, cluster: Any) -> None:
+    """Each engine on a node of its own: updates reach both, the loss of a node costs one engine and no trajectory."""
+    executor = {"use": "ray", "address": cluster.address, "cpus_per_rank": 1.0, "cpus_per_engine": 1.0}
+    with started(workspace, {**CHAOS, "executor": executor, "schedule.steps": 100_000}) as run:
+        fire = Fire(workspace, run, seed=2)
+        for _ in range(3):
+            fire.a_step()
+        raylets = {name: parent_of(pid) for name, pid in processes(workspace.lines("events.jsonl")).items()}
+        assert len(set(raylets.values())) == 3, "every part is to have a node of its own"
+        nodes = {node.all_processes["raylet"][0].process.pid: node for node in cluster.list_all_nodes()}
+        lost = next(name for name in ("engine 0", "engine 1") if nodes[raylets[name]] is not cluster.head_node)
+        cluster.remove_node(nodes[raylets[lost]], allow_graceful=False)
+        fire.a_step()
+        fire.a_step()  # the other engine serves on
+        cluster.add_node(**NODE)
+        fire.wait_for(lambda: replaced(workspace) > 0)
+        fire.a_step()
+        now = {name: parent_of(pid) for name, pid in processes(workspace.lines("events.jsonl")).items()}
+        assert now[lost] not in raylets.values()
+        ctrl_c(run)
+        ended(workspace, run, 130)
+    check_versions(workspace)
+    check_nothing_lost(workspace, workspace.lines()[-1]["step"], 2, 3)

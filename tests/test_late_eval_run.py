@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -22,6 +25,16 @@ def grade(folder, facts):
         raise ValueError("no idea")
     marker = json.loads((folder / "SNAPSHOT.json").read_text())
     return {"reward": len(facts["prompts"]), "step": marker["step"], "tokens": facts["sampling"]["max_tokens"]}
+"""
+
+
+PATIENT = """
+import time
+from pathlib import Path
+def grade(folder, facts):
+    while not (Path(__file__).parent / "go").exists():
+        time.sleep(0.05)
+    return facts["step"]
 """
 
 
@@ -72,3 +85,42 @@ def test_a_function_of_the_users_gets_the_snapshot_and_its_failure_is_a_counted_
     (alarm,) = [e for e in workspace.lines("events.jsonl") if e["event"] == "alarm" and "skipped" in e["message"]]
     assert "no idea" in alarm["message"]
     assert any("Evaluations skipped: 1 (raised 1)" in sentence for sentence in summary(load_run(workspace.directory())))
+
+
+@pytest.mark.slow
+def test_a_killed_run_takes_up_the_evaluations_that_were_open(workspace: Workspace) -> None:
+    from .conftest import environment
+
+    (workspace.folder / "grader.py").write_text(PATIENT)
+    overrides = {
+        "placement.mode": "separate",
+        "eval.on": "external",
+        "eval.function": f"{workspace.folder}/grader.py:grade",
+        "eval.max_in_flight": 3,
+    }
+    snapshots = workspace.directory() / "snapshots"
+    with subprocess.Popen(workspace.command(overrides=overrides), env=environment()) as run:
+        deadline = time.monotonic() + 120
+        while [line["step"] for line in workspace.lines()][-1:] != [4]:
+            assert run.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        run.kill()
+    assert sorted(folder.name for folder in snapshots.iterdir()) == ["step_000000", "step_000002", "step_000004"]
+    assert workspace.lines("evals.jsonl") == []
+
+    shutil.copytree(workspace.directory(), workspace.directory("kept"))
+    done = workspace.train("--resume", overrides={"placement.mode": "separate"}, code=1)  # evaluates on shared engines
+    assert "this run would do no work" in done.stderr
+    assert list(snapshots.iterdir()) == []
+    assert any("are given up" in event.get("message", "") for event in workspace.lines("events.jsonl"))
+    shutil.rmtree(workspace.directory())
+    workspace.directory("kept").rename(workspace.directory())
+
+    (workspace.folder / "go").touch()
+    before = (workspace.directory() / "metrics.jsonl").read_bytes()
+    workspace.train("--resume", overrides=overrides)
+    evals = workspace.lines("evals.jsonl")
+    assert [(line["step"], line["eval/reward_mean"]) for line in evals] == [(0, 0.0), (2, 2.0), (4, 4.0)]
+    assert (workspace.directory() / "metrics.jsonl").read_bytes() == before
+    assert list(snapshots.iterdir()) == []

@@ -159,17 +159,17 @@ async def test_an_export_that_fails_is_a_skip_but_a_lost_rank_is_not(tmp_path: P
 
 async def test_what_a_killed_run_had_begun_is_taken_up_and_the_rest_removed(tmp_path: Path) -> None:
     killed = Place(tmp_path, Gate(), max_in_flight=9)
-    for step in (1, 2, 3):
+    for step in (1, 2, 3, 4):
         await killed.submit(step)
     await settle()
     await killed.late.close()
     (tmp_path / "step_000000").mkdir()  # no marker: it was being written
     gate = Gate()
     place = Place(tmp_path, gate)
-    place.late.take_up(3)
-    gate.end(1, 2)
+    place.late.take_up(4, scored={1})  # killed between the score and the removal of its snapshot
+    gate.end(2, 3)
     await place.late.drain()
-    assert [step for step, _ in place.lines] == [1, 2]
+    assert [step for step, _ in place.lines] == [2, 3]
     assert list(tmp_path.iterdir()) == []
 
 

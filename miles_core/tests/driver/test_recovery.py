@@ -61,6 +61,7 @@ class Place:
         self.said: list[str] = []
         self.version, self.published_step, self.trained_step, self.publishing = -1, -1, 0, False
         self.not_before: dict[int, float] = {}
+        self.restarts: dict[int, asyncio.Task[Any]] = {}
         self.executor = SimpleNamespace(restart_engine=self._restart, describe=self._describe)
         self.recorder = SimpleNamespace(
             alarm=lambda step, text: self.said.append(text), event=lambda kind, **facts: self.said.append(kind)
@@ -95,6 +96,13 @@ class Place:
         return {}
 
 
+async def recover(run: Any) -> None:
+    """Once what is being started has started."""
+    recovery._begin(run)
+    await asyncio.wait(run.restarts.values())
+    await recovery.recover(run)
+
+
 async def test_a_lost_engine_is_replaced_with_the_published_version_while_work_waits() -> None:
     run = await Place().start()
     old = run.engines[1]
@@ -117,7 +125,7 @@ async def test_where_the_trainer_has_moved_on_the_newcomer_brings_the_next_versi
     run = await Place().start()
     run.trained_step = 1
     run.pool.lose(0, "gone")
-    await recovery.recover(run)
+    await recover(run)
     assert (run.version, run.published_step) == (1, 1)
     assert [await engine.version() for engine in run.engines] == [1, 1]
 
@@ -204,13 +212,13 @@ async def test_a_newcomer_that_dies_again_costs_the_others_nothing_and_is_replac
     run = await DyingPlace(at).start()
     run.trained_step = 1
     run.pool.lose(1, "gone")
-    await recovery.recover(run)
+    await recover(run)
     assert run.pool.serving() == {0}
     assert (run.version, await run.engines[0].version()) == (1, 1)
     async with asyncio.timeout(5):  # it is not left paused
         assert [chunk async for chunk in run.engines[0].generate(generate_request("a", (1, 2)))]
     run.trained_step = 2
-    await recovery.recover(run)
+    await recover(run)
     assert run.pool.serving() == {0, 1}
     assert [await engine.version() for engine in run.engines] == [2, 2]
 
@@ -218,6 +226,8 @@ async def test_a_newcomer_that_dies_again_costs_the_others_nothing_and_is_replac
 async def test_a_newcomer_that_dies_between_update_and_service_serves_nobody() -> None:
     run = await Place().start()
     run.pool.lose(1, "gone")
+    recovery._begin(run)
+    await asyncio.wait(run.restarts.values())
     newcomers = await recovery.replace_lost(run)
     await recovery.update(run, 0)
     run.engines[1].hangs = True
@@ -229,13 +239,58 @@ async def test_a_newcomer_that_dies_between_update_and_service_serves_nobody() -
 async def test_a_place_that_cannot_be_filled_is_left_alone_for_a_while_unless_nobody_serves() -> None:
     run = await Place(broken_restarts=1).start()
     run.pool.lose(1, "gone")
-    await recovery.recover(run)
+    await recover(run)
     run.not_before[1] += 3600
     await recovery.recover(run)
     assert run.pool.serving() == {0}
+    assert not run.restarts
     run.pool.lose(0, "gone too")
-    await recovery.recover(run)
+    while run.pool.lost():
+        await recover(run)
     assert run.pool.serving() == {0, 1}
+
+
+async def test_work_and_updates_go_on_while_an_engine_takes_its_time_to_start() -> None:
+    run = await Place().start()
+    room, asked = asyncio.Event(), asyncio.Event()
+
+    async def slow(index: int) -> Hanging:
+        asked.set()
+        await room.wait()
+        return await run._make(index)
+
+    run.executor.restart_engine = slow
+    run.pool.lose(1, "its node is gone")
+    assert await asyncio.wait_for(recovery.attend(run, asked.wait()), 5)
+    run.trained_step = 1
+    assert await recovery.replace_lost(run) == set()
+    await recovery.update(run, 1)
+    assert await run.engines[0].version() == 1
+    room.set()
+    await recover(run)
+    assert [await engine.version() for engine in run.engines] == [1, 1]
+    assert run.said.count("engine 1 is lost and will be replaced: its node is gone") == 1
+
+
+async def test_one_that_cannot_start_does_not_end_the_run_while_another_still_does() -> None:
+    run = await Place().start()
+    started = asyncio.Event()
+
+    async def restart(index: int) -> Hanging:
+        if index == 0:
+            raise EngineError("no room")
+        await asyncio.wait_for(started.wait(), 5)
+        return await run._make(index)
+
+    run.executor.restart_engine = restart
+    for index in (0, 1):
+        run.pool.lose(index, "gone")
+    recovering = asyncio.create_task(recovery.recover(run))
+    while not any("could not be replaced" in text for text in run.said):  # noqa: ASYNC110 - looks from outside
+        await asyncio.sleep(0.001)
+    started.set()
+    await asyncio.wait_for(recovering, 5)
+    assert run.pool.serving() == {1}
 
 
 async def test_a_late_answer_of_a_replaced_engine_is_not_held_against_its_successor() -> None:
@@ -244,6 +299,6 @@ async def test_a_late_answer_of_a_replaced_engine_is_not_held_against_its_succes
     asking = asyncio.create_task(recovery.probe(run, 1, 0.2))
     await asyncio.sleep(0)
     run.pool.lose(1, "gone")
-    await recovery.recover(run)
+    await recover(run)
     await asking
     assert run.pool.serving() == {0, 1}

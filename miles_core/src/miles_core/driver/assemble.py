@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import shutil
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from miles_core.config.resolve import ResolvedRun
 from miles_core.config.spec import RunSpec
 from miles_core.data.order import PromptStream
 from miles_core.data.source import PromptSet, build_prompts
-from miles_core.driver import checkpoint
+from miles_core.driver import checkpoint, recovery
 from miles_core.driver.eval_fleet import FleetScorer
 from miles_core.driver.eval_function import FunctionScorer
 from miles_core.driver.late_eval import LateEvaluations, Scorer
@@ -108,17 +109,19 @@ async def open_run(
             stop=stop,
             make_buffer=functools.partial(make, resolved, "data_buffer"),
         )
+        stack.push_async_callback(recovery.end_restarts, run)
         if found is not None:
             await _restore(run, found)
         beyond = run.start_step - run.last_step
-        scored = not any(directory.snapshots.glob("step_*"))  # none of the evaluations beside training is left
+        late = spec.eval.every_steps is not None and spec.eval.on != "shared"
+        scored = not _open_evaluations(run, wanted=late)
         run.complete = beyond > 0 or (beyond == 0 and directory.last_step() == run.last_step and scored)
         if resume and not run.complete:
             directory.keep_steps_before(run.start_step)
-        if spec.eval.every_steps is not None and spec.eval.on != "shared" and not run.complete:
+        if late and not run.complete:
             run.late = await _late_evaluations(resolved, run, episodes, device)
             stack.push_async_callback(run.late.close)
-            run.late.take_up(run.start_step)
+            run.late.take_up(run.start_step, scored=directory.scored_steps())
         yield run
 
 
@@ -203,6 +206,18 @@ def _episodes(
         assemble=functools.partial(assemble_attempt, picker=PICKERS[spec.session.leaves]),
         first_failures=first_failures,
     )
+
+
+def _open_evaluations(run: Run, *, wanted: bool) -> list[Path]:
+    """Snapshots whose evaluation is still to come. A run that no longer evaluates beside training gives them up."""
+    left = sorted(run.directory.snapshots.glob("step_*"))
+    if wanted or not left:
+        return left
+    names = ", ".join(folder.name for folder in left)
+    run.recorder.alarm(run.start_step, f"open evaluations are given up, as eval.on is no longer what it was: {names}")
+    for folder in left:
+        shutil.rmtree(folder)
+    return []
 
 
 async def _late_evaluations(

@@ -13,7 +13,7 @@ import logging
 import shutil
 import time
 from collections import Counter, deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from pathlib import Path
 from typing import Protocol
 
@@ -64,11 +64,15 @@ class LateEvaluations:
         self._open: deque[asyncio.Task[None]] = deque()
         self.skipped: Counter[str] = Counter()
 
-    def take_up(self, before: int) -> None:
-        """Go on with snapshots that an earlier process left of steps before `before`; later ones are made anew."""
+    def take_up(self, before: int, *, scored: Collection[int] = ()) -> None:
+        """Go on with snapshots that an earlier process left of steps before `before`; later ones are made anew.
+
+        Args:
+            scored: Steps whose line is written; that process ended before it could remove the snapshot.
+        """
         for folder in sorted(self._root.glob("step_*")):
             step = snapshot.step_of(folder)
-            if step is None or step >= before:
+            if step is None or step >= before or step in scored:
                 shutil.rmtree(folder)
             else:
                 self._start(step, folder)

@@ -1,9 +1,9 @@
 """Engines that were lost, and how they come back: found, replaced, and served from only once they hold the weights.
 
 An engine is lost when a request says so (`EngineLost`), when it does not answer in time, or when it serves another
-version than the published one. From then on it gets no request, and those it had go on elsewhere. It is replaced while
-the trainer has nothing to do: a newcomer gets the weights in an update of the whole fleet, and only the loop that
-trains may start one. Until that update is complete it serves nobody.
+version than the published one. From then on it gets no request, and those it had go on elsewhere. Another one is
+started beside everything else, however long that takes. It gets the weights while the trainer has nothing to do, in an
+update of the whole fleet, which only the loop that trains may begin. Until that update is complete it serves nobody.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from miles_core.weights.lifecycle import PublishReport
 T = TypeVar("T")
 
 MAX_ROUNDS = 3
-"""Recoveries in a row that may leave no engine serving before the run stops."""
-REST = 10.0
-"""After a failed attempt to start an engine again, how many times its duration passes before the next one. While others
-serve, a cluster without room then costs a tenth of the run's time at most."""
+"""Attempts at every engine that may leave none serving before the run stops."""
+REST = 1.0
+"""After a failed attempt to start an engine again, how many times its duration passes before the next one, while others
+serve."""
 
 
 async def monitor(run: Run) -> None:
@@ -82,29 +82,61 @@ async def attend(run: Run, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _due(run: Run) -> None:
-    """Return once an engine is lost and the time has come to replace it."""
-    await run.pool.loss()
-    while not _replaceable(run):  # noqa: ASYNC110 - time alone makes it true
-        await asyncio.sleep(run.spec.rollout.health_interval_s)
+    """Start lost engines again; return once one of these attempts has ended, or nobody serves."""
+    while True:
+        await run.pool.loss()
+        _begin(run)
+        if not run.pool.serving() or any(attempt.done() for attempt in run.restarts.values()):
+            return
+        pause_s = run.spec.rollout.health_interval_s
+        if run.restarts:
+            await asyncio.wait(run.restarts.values(), timeout=pause_s, return_when=asyncio.FIRST_COMPLETED)
+        else:
+            await asyncio.sleep(pause_s)
 
 
-def _replaceable(run: Run) -> dict[int, str]:
-    """Lost engines and why; without those whose last attempt failed just now, as long as others serve."""
-    now, serving = time.monotonic(), run.pool.serving()
-    return {
-        index: why for index, why in run.pool.lost().items() if not serving or run.not_before.get(index, now) <= now
-    }
+def _begin(run: Run) -> None:
+    """Start every lost engine again, beside everything else; without those whose last attempt failed just now, as long
+    as others serve or are being started."""
+    now, patient = time.monotonic(), bool(run.pool.serving() or run.restarts)
+    for index, why in run.pool.lost().items():
+        if index in run.restarts or (patient and run.not_before.get(index, now) > now):
+            continue
+        run.recorder.alarm(run.trained_step, f"engine {index} is lost and will be replaced: {why}")
+        run.fleet.leave(run.engines[index])
+        run.restarts[index] = asyncio.create_task(_start_again(run, index), name=f"engine {index} again")
+
+
+async def _start_again(run: Run, index: int) -> Engine:
+    began = time.monotonic()
+    try:
+        with waiting(f"engine {index}", on="its new process"):
+            return await run.executor.restart_engine(index)
+    except MilesError:
+        now = time.monotonic()
+        run.not_before[index] = now + max(REST * (now - began), run.spec.rollout.health_interval_s)
+        raise
+
+
+async def end_restarts(run: Run) -> None:
+    """Give up what is being started."""
+    attempts, run.restarts = list(run.restarts.values()), {}
+    for attempt in attempts:
+        attempt.cancel()
+    await asyncio.gather(*attempts, return_exceptions=True)
 
 
 async def recover(run: Run) -> None:
-    """Replace every lost engine and give it the trainer's weights; the trainer must be at rest.
+    """Give the trainer's weights to engines that started in the place of lost ones; the trainer must be at rest.
 
-    They are the published version again, or the next one where the trainer has moved on.
+    They are the published version again, or the next one where the trainer has moved on. This waits only while nobody
+    serves.
 
     Raises:
         RunError: no engine serves after several attempts.
     """
-    for _ in range(MAX_ROUNDS):
+    rounds = 0
+    while rounds < MAX_ROUNDS:
         newcomers = await replace_lost(run)
         if newcomers:
             try:
@@ -114,7 +146,8 @@ async def recover(run: Run) -> None:
                 run.recorder.alarm(run.trained_step, message)
             await admit(run, newcomers)
         if run.pool.serving():
-            return  # those still missing are tried again with the next update
+            return  # those still missing join at a later update
+        rounds += not run.restarts
     raise RunError(
         "every engine is lost and none could be replaced",
         expected="at least one engine that starts and takes the weights",
@@ -125,8 +158,23 @@ async def recover(run: Run) -> None:
 
 
 async def replace_lost(run: Run) -> set[int]:
-    """Start new engines in the places of lost ones; those that started take part in the next update."""
-    return {index for index, why in _replaceable(run).items() if await _replace(run, index, why)}
+    """Engines that started in the places of lost ones; they take part in the next update."""
+    _begin(run)
+    if not run.pool.serving():
+        with waiting("driver", on="an engine to start again: all are lost"):
+            await asyncio.wait(run.restarts.values(), return_when=asyncio.FIRST_COMPLETED)
+    newcomers = set()
+    for index in [index for index, attempt in run.restarts.items() if attempt.done()]:
+        try:
+            engine = run.restarts.pop(index).result()
+        except MilesError as error:
+            run.recorder.alarm(run.trained_step, f"engine {index} could not be replaced: {error.message}")
+            continue
+        run.not_before.pop(index, None)
+        run.engines[index] = engine
+        run.fleet.join(engine)
+        newcomers.add(index)
+    return newcomers
 
 
 async def admit(run: Run, newcomers: set[int]) -> None:
@@ -155,25 +203,6 @@ async def _unfit(engine: Engine, version: int, timeout_s: float) -> str | None:
     except MilesError as error:
         return error.message
     return None if found == version else f"it holds version {found}, published is {version}"
-
-
-async def _replace(run: Run, index: int, why: str) -> bool:
-    """Start a new engine in the place of a lost one; False when that failed."""
-    run.recorder.alarm(run.trained_step, f"engine {index} is lost and will be replaced: {why}")
-    run.fleet.leave(run.engines[index])
-    began = time.monotonic()
-    try:
-        with waiting("driver", on=f"engine {index} to start again"):
-            engine = await run.executor.restart_engine(index)
-    except MilesError as error:
-        now = time.monotonic()
-        run.not_before[index] = now + REST * (now - began)
-        run.recorder.alarm(run.trained_step, f"engine {index} could not be replaced: {error.message}")
-        return False
-    run.not_before.pop(index, None)
-    run.engines[index] = engine
-    run.fleet.join(engine)
-    return True
 
 
 async def update(run: Run, version: int) -> PublishReport:

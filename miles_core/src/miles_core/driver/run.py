@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,6 +72,8 @@ class Run:
     publishing: bool = False
     not_before: dict[int, float] = field(default_factory=dict)
     """Engines that could not be started again, and the monotonic time before which nobody tries anew."""
+    restarts: dict[int, asyncio.Task[Engine]] = field(default_factory=dict)
+    """Engines being started in the places of lost ones."""
     make_buffer: Callable[[BufferContext], DataBuffer]
     pending: Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]] | None = None
     """What a checkpoint must remember of a rollout that is under way: JSON values, and how to write its groups."""

@@ -171,7 +171,11 @@ class InProcessExecutor:
                 do="set executor: ray, which gives every engine a process of its own; or restart the run with --resume",
             ) from None
         started: list[Engine] = []
-        await self._start_engine(spec, index, started)
+        try:
+            await self._start_engine(spec, index, started)
+        except BaseException:
+            await _close_all(started)
+            raise
         (self._engines[index],) = started
         return started[0]
 

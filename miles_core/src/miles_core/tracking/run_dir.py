@@ -157,6 +157,10 @@ class RunDir:
         steps = [record["step"] for record in read_lines(self.metrics)]
         return steps[-1] if steps else None
 
+    def scored_steps(self) -> set[int]:
+        """Steps with a line of their late evaluation."""
+        return {record["step"] for record in read_lines(self.evals)}
+
     def keep_steps_before(self, step: int) -> None:
         """Drop the lines of `step` and later from metrics, timings and late scores, and a half line of a crash."""
         for file in (self.metrics, self.timings, self.evals):
