@@ -1,6 +1,6 @@
 """The same job in turns, one step off, and fully asynchronous: what overlaps, and how old data gets.
 
-    python benchmarks/async.py [--steps 40] [--scale 0.25] [--virtual]
+    python benchmarks/async.py [--steps 60] [--waves 12] [--scale 0.25] [--virtual] [--job NAME ...]
 
 An environment that sleeps stands for engines and tools, a trainer that sleeps for the optimizer; everything between is
 the real thing: the wave scheduler, the producer, the buffer, the ledger. Lengths are log-normal; 95% of them lie within
@@ -158,6 +158,7 @@ class Bench:
             self.waited += clock() - began
             await self.train([finished.group for finished in taken])
             producer.trained(taken)
+            producer.published()
             producer.check()
         self.stale = producer.ledger.counts["stale"]
         await producer.drain(task, 0.0)
@@ -176,19 +177,23 @@ async def measure(job: Job, schedule: str, steps: int, scale: float) -> tuple[fl
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60, help="steps of the fully asynchronous schedule")
+    parser.add_argument("--waves", type=int, default=12, help="steps of the others, which are slower and vary less")
+    parser.add_argument("--job", choices=[job.name for job in JOBS], nargs="*", help="only these")
     parser.add_argument("--scale", type=float, default=0.25, help="seconds of a mean episode")
     parser.add_argument("--virtual", action="store_true")
     arguments = parser.parse_args()
     run = run_virtual if arguments.virtual else asyncio.run
-    print(f"{arguments.steps} steps of {GROUPS} groups of {SIZE}; time in mean episodes; {time.strftime('%Y-%m-%d')}")
+    counts = f"{arguments.steps} steps, {arguments.waves} in waves"
+    print(f"{counts}, of {GROUPS} groups of {SIZE}; time in mean episodes; {time.strftime('%Y-%m-%d')}")
     header = ("job", "schedule", "step", "vs sync", "of bound", "trainer idle", "S_old mean", "max", "stale")
     print("| " + " | ".join(header) + " |\n|" + "---|" * len(header))
-    for job in JOBS:
+    for job in (job for job in JOBS if not arguments.job or job.name in arguments.job):
         bound = max(job.generate_s, job.train_share * job.generate_s)
         base = 0.0
         for schedule in ("sync", "one_step_off", "fully_async"):
-            seconds, bench = run(measure(job, schedule, arguments.steps, arguments.scale))
+            steps = arguments.steps if schedule == "fully_async" else arguments.waves
+            seconds, bench = run(measure(job, schedule, steps, arguments.scale))
             base = base or seconds
             ages = bench.ages
             cells = (

@@ -100,6 +100,7 @@ async def measured(job: Job) -> dict[str, float]:
         await asyncio.sleep(job.train_s)
         producer.trained(taken)
         version += 1
+        producer.published()
         stops.append(clock())
     in_flight = producer.in_flight.mean()
     await producer.drain(task, 0.0)

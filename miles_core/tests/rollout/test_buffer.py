@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from miles_core.errors import CheckpointError, ConfigError
+from miles_core.errors import CheckpointError, ConfigError, PluginError
 from miles_core.kinds.data_buffer import BufferContext, DataBuffer
 from miles_core.options import BoundedBufferOptions
 from miles_core.rollout import group_file
-from miles_core.rollout.buffer import BoundedBuffer
+from miles_core.rollout.buffer import BoundedBuffer, GuardedBuffer
 from miles_core.rollout.occupancy import Occupancy
 from miles_core.testing.data_buffer import Bench, DataBufferConformance, finished_group
 from miles_core.testing.filter import FAILED, example_group
@@ -49,6 +51,47 @@ def test_a_buffer_without_room_for_a_group_is_refused() -> None:
     )
     with pytest.raises(ConfigError, match="hold no group"):
         BoundedBuffer(BoundedBufferOptions(capacity_factor=0.4), context)
+
+
+class Liar:
+    """A buffer that answers every call with `answer`, or raises it."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def metrics(self) -> Any:
+        if isinstance(self._answer, Exception):
+            raise self._answer
+        return self._answer
+
+    async def get(self) -> Any:
+        return self.metrics()
+
+    async def put(self, finished: Any) -> Any:
+        return self.metrics()
+
+
+@pytest.mark.parametrize(
+    ("call", "answer", "says"),
+    [
+        ("get", KeyError("x"), "data buffer Liar: get raised KeyError"),
+        ("get", None, "gave out no group"),
+        ("metrics", ValueError("x"), "metrics raised ValueError"),
+        ("metrics", {"size": 1.0}, "does not say how full it is"),
+        ("metrics", {"size": math.nan, "capacity": 2.0}, "does not say how full it is"),
+        ("metrics", {"size": 1.0, "capacity": 0.0}, "does not say how full it is"),
+    ],
+)
+async def test_a_broken_buffer_is_named(call: str, answer: Any, says: str) -> None:
+    guarded = GuardedBuffer(Liar(answer))
+    with pytest.raises(PluginError, match=says):
+        await guarded.get() if call == "get" else guarded.metrics()
+
+
+async def test_what_a_filter_raises_in_put_keeps_its_own_name() -> None:
+    buffer = Liar(PluginError("filter 'zero' raised ZeroDivisionError"))
+    with pytest.raises(PluginError, match=r"^filter 'zero' raised"):
+        await GuardedBuffer(buffer).put(finished_group(0, version=0))
 
 
 def test_groups_on_disk_are_what_they_were(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ async def test_a_group_over_the_limit_when_it_would_be_trained_is_rejected_and_i
         bench.version = 1
         producer.trained(await producer.take(1))
         bench.version = 2
+        producer.published()
         (found,) = await producer.take(1)
         producer.trained([found])
         producer.check()
@@ -182,14 +183,35 @@ async def test_with_a_limit_nothing_is_started_that_would_be_discarded() -> None
     bench = Bench(max_weight_staleness=1, samples=64, groups_per_step=2)
     producer = bench.producer()
     async with running(producer):
-        for version in range(10):
-            bench.version = version
+        for _ in range(10):
             batch = await producer.take(2)
             await asyncio.sleep(0.005)  # training
             producer.trained(batch)
             producer.check()
+            await asyncio.sleep(0.005)  # saving and publishing
+            bench.version += 1
+            producer.published()
     assert producer.ledger.counts["stale"] == 0
     assert producer.ledger.counts["trained"] == 20
+
+
+@pytest.mark.parametrize(("limit", "interval"), [(0, 1), (0, 3), (1, 2)])
+async def test_no_limit_and_no_interval_makes_what_would_be_discarded(limit: int, interval: int) -> None:
+    bench = Bench(lambda prompt, number: 0.001, max_weight_staleness=limit, update_interval=interval, samples=64)
+    producer = bench.producer()
+    async with running(producer), asyncio.timeout(10):
+        for step in range(1, 13):
+            batch = await producer.take(2)
+            assert {producer._age(finished.group) for finished in batch} <= set(range(limit + 1))
+            await asyncio.sleep(0.003)
+            producer.trained(batch)
+            await asyncio.sleep(0.003)  # saving takes time too
+            if step % interval == 0:
+                bench.version += 1
+                producer.published()
+            producer.check()
+    assert producer.ledger.counts["stale"] == 0
+    assert producer.ledger.counts["trained"] == 24
 
 
 @pytest.mark.parametrize("unused", ["drop", "retry"])
@@ -203,10 +225,13 @@ async def test_with_a_limit_of_zero_discarded_groups_make_room_for_fresh_ones(un
                 while len(producer.ledger.numbers(Fate.QUEUED)) < 2 * interval:  # noqa: ASYNC110 - a test looks from outside
                     await asyncio.sleep(0.001)
             bench.version += 1  # as an evaluation makes it happen ahead of the interval: all that waits is too old now
+            producer.published()
             taken = await asyncio.wait_for(producer.take(2), 5)
             assert {producer._age(finished.group) for finished in taken} == {0}
             producer.trained(taken)
             producer.check()
+            bench.version += 1
+            producer.published()
 
 
 async def test_nothing_starts_while_held_and_everything_goes_on_after() -> None:
@@ -294,6 +319,7 @@ async def test_books_add_up_whatever_fails_and_over_restarts(seed: int, tmp_path
             state, groups = producer.state()
             saved = (json.loads(json.dumps(state)), groups, bench.stream.state())
             bench.version += rng.randrange(3)
+            producer.published()
         await producer.drain(task, 0.0)  # killed: what happened since `saved` is forgotten
         producer.check()
     assert len(trained) == len(set(trained)), "a trajectory was trained twice"

@@ -228,12 +228,13 @@ async def test_a_filter_without_a_verdict_is_a_plugin_error(verdict: Any) -> Non
         await Bench().collect(filters=[GroupFilter(name="f", judge=lambda group: verdict)])
 
 
-async def test_a_filter_that_raises_surfaces_as_itself() -> None:
+async def test_a_filter_that_raises_ends_the_step_by_its_name() -> None:
     def judge(group: Group) -> str | None:
         raise KeyError("oops")
 
-    with pytest.raises(KeyError, match="oops"):
+    with pytest.raises(PluginError, match="filter 'f' raised KeyError: 'oops'") as caught:
         await Bench().collect(filters=[GroupFilter(name="f", judge=judge)])
+    assert isinstance(caught.value.__cause__, KeyError)
 
 
 async def test_a_defect_in_a_task_surfaces_and_cancels_the_rest() -> None:

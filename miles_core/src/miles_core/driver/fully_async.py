@@ -70,6 +70,8 @@ def make_producer(run: Run) -> Producer:
         make_buffer=run.make_buffer,
         version=lambda: run.version,
     )
+    # The first update is out of turn: the next one comes when it would have come.
+    producer.unpublished = run.start_step % schedule.update_weights_interval * schedule.groups_per_step
     if run.resumed is not None and "pending" in run.resumed.state:
         groups = group_file.read(run.resumed.groups_dir, run.stream.prompt)
         producer.restore(run.resumed.state["pending"], groups)
@@ -94,6 +96,7 @@ async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[st
             await stages.save(run, step, metrics)
         if stages.publish_due(run, step):
             await stages.publish(run, run.version + 1)
+            producer.published()
         idle = waited / max(time.monotonic() - began, 1e-9)
         run.recorder.timings({**producer.gauges(collected.groups), "async/trainer_idle_fraction": idle})
         # Evaluation on the engines that also roll out: nothing new starts beside it, and the pause is its cost.

@@ -88,6 +88,9 @@ class Simulation:
     rng: random.Random
     version: int = 0
     trained: int = 0
+    begun: int = 0
+    served: int = 0
+    """Steps whose training has begun, and those whose weights the engines have."""
     in_flight: int = 0
     pending_groups: int = 0
     buffer: deque[Group] = field(default_factory=deque)
@@ -157,7 +160,7 @@ class Simulation:
             return False
         if job.max_weight_staleness is not None:
             # What would be over the limit by the time it is trained is not begun.
-            taken = job.groups_per_step if self.training else len(self.batch)
+            taken = len(self.batch) + (self.begun - self.served) * job.groups_per_step
             ahead = self.pending_groups + len(self.buffer) + taken
             if ahead // (job.groups_per_step * job.update_weights_interval) > job.max_weight_staleness:
                 return False
@@ -193,6 +196,7 @@ class Simulation:
         self.trained_tokens += sum(group.tokens for group in self.batch)
         self.batch = []
         self.training = True
+        self.begun += 1
         self.training_s += job.train_s
         self.clock.after(job.train_s, self._trained)
         if job.mode == "one-step-off":
@@ -218,6 +222,7 @@ class Simulation:
     def _published(self) -> None:
         self.clock.resume()
         self.version += 1
+        self.served = self.trained
         self._step_done()
 
     def _step_done(self) -> None:

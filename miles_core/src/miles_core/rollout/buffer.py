@@ -9,10 +9,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
-from miles_core.errors import ConfigError
-from miles_core.kinds.data_buffer import BufferContext, FinishedGroup
+from miles_core.errors import ConfigError, MilesError, PluginError
+from miles_core.kinds.data_buffer import BufferContext, DataBuffer, FinishedGroup
 from miles_core.options import BoundedBufferOptions
 
 STALE = "stale"
@@ -60,3 +61,48 @@ class BoundedBuffer:
 
     def metrics(self) -> Mapping[str, float]:
         return {"size": float(len(self._groups)), "capacity": float(self.capacity)}
+
+
+class GuardedBuffer:
+    """A data buffer whose failures carry its name: it is foreign code between the rollout and the trainer. That each
+    group goes in once and comes out once is the ledger's to check.
+
+    Raises:
+        PluginError: from every call, when the buffer raised or answered with something else than its kind says.
+    """
+
+    def __init__(self, buffer: DataBuffer) -> None:
+        self._buffer = buffer
+        self._name = f"data buffer {type(buffer).__name__}"
+
+    async def put(self, finished: FinishedGroup) -> None:
+        with self._named("put"):
+            await self._buffer.put(finished)
+
+    async def get(self) -> FinishedGroup:
+        with self._named("get"):
+            found = await self._buffer.get()
+        if not isinstance(found, FinishedGroup):
+            raise PluginError(f"{self._name} gave out no group", expected="a FinishedGroup", found=f"{found!r:.200}")
+        return found
+
+    def metrics(self) -> Mapping[str, float]:
+        with self._named("metrics"):
+            figures = dict(self._buffer.metrics())
+        size, capacity = (figures.get(key, math.nan) for key in ("size", "capacity"))
+        if not (0 <= size < math.inf and capacity > 0):
+            raise PluginError(
+                f"{self._name} does not say how full it is",
+                expected="size and capacity, numbers of groups",
+                found=f"{figures!r:.200}",
+            )
+        return figures
+
+    @contextmanager
+    def _named(self, call: str) -> Iterator[None]:
+        try:
+            yield
+        except MilesError:
+            raise
+        except Exception as error:
+            raise PluginError(f"{self._name}: {call} raised {type(error).__name__}: {error}") from error

@@ -23,7 +23,7 @@ from miles_core.config.spec import RolloutSpec
 from miles_core.contracts.versions import group_staleness
 from miles_core.data.order import Draw, PromptStream
 from miles_core.kinds.data_buffer import BufferContext, DataBuffer, FinishedGroup
-from miles_core.rollout.buffer import STALE
+from miles_core.rollout.buffer import STALE, GuardedBuffer
 from miles_core.rollout.episode import SCORED, EpisodeKey, Episodes
 from miles_core.rollout.ledger import Fate, Ledger
 from miles_core.rollout.occupancy import Occupancy
@@ -93,16 +93,17 @@ class Producer:
         self._version = version
         self.step = 0
         """Step whose batch is being collected; names sessions."""
+        self.unpublished = 0
+        """Groups trained since the last update of the interval."""
         self.ledger = Ledger()
-        self.buffer = make_buffer(
-            BufferContext(
-                groups_per_step=budget.groups_per_step,
-                max_weight_staleness=budget.max_weight_staleness,
-                judge=lambda group: judge(group, filters),
-                age=self._age,
-                reject=self._reject,
-            )
+        context = BufferContext(
+            groups_per_step=budget.groups_per_step,
+            max_weight_staleness=budget.max_weight_staleness,
+            judge=lambda group: judge(group, filters),
+            age=self._age,
+            reject=self._reject,
         )
+        self.buffer = GuardedBuffer(make_buffer(context))
         self._again: deque[Order] = deque()
         self._running: dict[int, Order] = {}
         self._whole: dict[int, _Finished] = {}
@@ -147,9 +148,9 @@ class Producer:
 
     def _would_be_stale(self) -> bool:
         """Whether so many groups are ahead that a new one would be over the limit by the time it is trained: to wait
-        costs less than to discard."""
+        costs less than to discard. What is trained and not published yet makes it older just the same."""
         limit, budget = self._budget.max_weight_staleness, self._budget
-        ahead = self.ledger.counts["pending"]
+        ahead = self.ledger.counts["pending"] + self.unpublished
         return limit is not None and ahead // (budget.groups_per_step * budget.update_interval) > limit
 
     def _submit(self, tasks: asyncio.TaskGroup) -> None:
@@ -282,6 +283,12 @@ class Producer:
         for finished in groups:
             self.ledger.move(finished.number, Fate.TRAINED)
             del self._whole[finished.number]
+        self.unpublished += len(groups)
+        self._notify()
+
+    def published(self) -> None:
+        """The engines got the weights of all that was trained."""
+        self.unpublished = 0
         self._notify()
 
     def check(self) -> None:

@@ -243,12 +243,17 @@ def judge(group: Group, filters: Sequence[GroupFilter]) -> str | None:
     """Why a finished group cannot be trained, or None.
 
     Raises:
-        PluginError: a filter broke its protocol.
+        PluginError: a filter raised, or broke its protocol.
     """
     if not group.trainable:
         return NO_TRAINABLE
     for picked in filters:
-        reason = picked.judge(group, **picked.options)
+        try:
+            reason = picked.judge(group, **picked.options)
+        except Exception as error:  # foreign code, named here: whatever it raises is its own failure
+            raise PluginError(
+                f"filter {picked.name!r} raised {type(error).__name__}: {error}", found=f"prompt {group.prompt.id!r}"
+            ) from error
         if reason is not None and not (isinstance(reason, str) and reason):
             raise PluginError(
                 f"filter {picked.name!r} gave no verdict",
