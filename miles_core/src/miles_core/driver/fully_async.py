@@ -41,7 +41,7 @@ async def train(run: Run) -> None:
             run.recorder.say(f"letting {producer.in_flight.level:.0f} trajectories in flight finish")
             await producer.drain(producing, run.spec.schedule.drain_s if run.stop.requested else 0.0)
     except BaseExceptionGroup as several:
-        raise first_error(several) from None
+        raise (error := first_error(several)) from error.__cause__
     producer.check()
     if run.stop.requested:
         run.saved_step = None  # again, if need be: what the drain finished is to be kept

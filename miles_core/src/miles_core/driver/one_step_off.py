@@ -57,7 +57,7 @@ async def _overlap(run: Run, batch: Collected, step: int) -> tuple[dict[str, flo
                 with run.recorder.phase("wait"):
                     await attend(run, asyncio.wait({following}))
     except BaseExceptionGroup as several:
-        raise first_error(several) from None
+        raise (error := first_error(several)) from error.__cause__
     return metrics, None if following is None else following.result()
 
 

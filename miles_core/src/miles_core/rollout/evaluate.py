@@ -52,7 +52,7 @@ async def evaluate(
                     for number, prompt in enumerate(chosen)
                 ]
     except BaseExceptionGroup as several:
-        raise first_error(several) from None
+        raise (error := first_error(several)) from error.__cause__
     found = [[task.result() for task in row] for row in started]
     if version is not None:
         _check_version(step, found, version)

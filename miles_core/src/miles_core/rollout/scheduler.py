@@ -194,7 +194,7 @@ class _Wave:
                 for task in samples:
                     task.cancel()
         except BaseExceptionGroup as several:
-            raise first_error(several) from None
+            raise (error := first_error(several)) from error.__cause__
         for run in waiting:
             self._tally.abort(run.attempts, started=run.started)
 
@@ -266,7 +266,10 @@ def judge(group: Group, filters: Sequence[GroupFilter]) -> str | None:
 
 
 def first_error(several: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that ended the wave. Its siblings were cancelled for it; two in one instant are told in a note."""
+    """The exception that ended the wave. Its siblings were cancelled for it; two in one instant are told in a note.
+
+    Raise it ``from`` its own cause: what a plugin raised is told there.
+    """
     flat: list[BaseException] = []
     queue: list[BaseException] = [several]
     while queue:
