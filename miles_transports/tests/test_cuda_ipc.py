@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -65,3 +66,11 @@ def test_each_engine_is_served_by_a_rank_on_its_device_in_turn() -> None:
     assert assign(["h cpu"] * 2, ["h cpu"] * 3) == [0, 1, 0]
     with pytest.raises(TransportError, match="engine 1 shares its device with no trainer rank"):
         assign(["h gpu0"], ["h gpu0", "h gpu1"])
+
+
+def test_a_block_that_shared_memory_cannot_hold_is_refused_before_anybody_writes_to_it() -> None:
+    room, before = os.statvfs(SHARED_MEMORY), blocks()
+    with pytest.raises(TransportError, match="shared memory is too small") as raised:
+        SharedBlock(2 * room.f_blocks * room.f_frsize, CPU)
+    assert "--shm-size" in str(raised.value)
+    assert blocks() == before

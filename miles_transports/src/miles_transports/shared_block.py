@@ -29,7 +29,11 @@ _own: dict[int, torch.Tensor] = {}
 
 
 class SharedBlock:
-    """u8[num_bytes] on `device`, owned by this process."""
+    """u8[num_bytes] on `device`, owned by this process.
+
+    Raises:
+        TransportError: shared memory has no room for it.
+    """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._number = next(_numbers)
@@ -38,9 +42,7 @@ class SharedBlock:
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             data = base64.b64encode(pickle.dumps(_cuda_handle(self.bytes))).decode()
         else:
-            handle, name = tempfile.mkstemp(prefix="miles-", dir=SHARED_MEMORY)
-            os.ftruncate(handle, num_bytes)
-            os.close(handle)
+            name = _reserve(num_bytes)
             self._path = Path(name)
             self.bytes = torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
             data = name
@@ -56,6 +58,26 @@ class SharedBlock:
         _own.pop(self._number, None)
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+
+
+def _reserve(num_bytes: int) -> str:
+    """A file of so many bytes in shared memory; taken now, since memory that is missing later is a bus error."""
+    handle, name = tempfile.mkstemp(prefix="miles-", dir=SHARED_MEMORY)
+    try:
+        os.posix_fallocate(handle, 0, num_bytes)
+    except OSError as error:
+        os.unlink(name)
+        room = os.statvfs(SHARED_MEMORY)
+        raise TransportError(
+            "shared memory is too small",
+            expected=f"{num_bytes} bytes for a block",
+            found=f"{room.f_bavail * room.f_frsize} bytes free ({error.strerror})",
+            where=str(SHARED_MEMORY),
+            do="give the container more (docker run --shm-size), or set backend.bucket_mib lower",
+        ) from error
+    finally:
+        os.close(handle)
+    return name
 
 
 def open_block(handle: str, device: torch.device) -> torch.Tensor:

@@ -287,7 +287,7 @@ class TrackingSpec(Section):
 class WeightsSpec(Section):
     verify: Literal["always", "sampled", "off"] = "always"
     """Tensors whose live digest each engine proves after an update: all, every eighth in turn, or none."""
-    probes: NonNegativeInt = 2
+    probes: Annotated[int, Field(ge=0, le=64)] = 2
     """Prompts that each engine continues after an update and the trainer scores; finds caches that outlive weights."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that staging a version, and each answer of an engine during an update, may take."""

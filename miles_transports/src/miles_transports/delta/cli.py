@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import click
@@ -9,7 +10,7 @@ import click
 from miles_core.errors import TransportError
 from miles_transports.delta import tensorfile
 from miles_transports.delta.checkout import Changes, Checkout, published
-from miles_transports.delta.index import BASE, VersionIndex
+from miles_transports.delta.index import BASE, CHECKPOINT, VersionIndex
 from miles_transports.delta.store import Store, open_store, version_names
 
 PLACE = click.argument("place")
@@ -49,19 +50,28 @@ def inspect(place: str) -> None:
 @BASE_FOLDER
 @LINEAGE
 def verify(place: str, base: Path, lineage: str | None) -> None:
-    """Apply every version in memory, tensor by tensor; exit code 1 on the first checksum that differs."""
+    """Apply every version in memory, tensor by tensor; exit code 1 on the first checksum that differs, and when a
+    version builds on one that is not there."""
     store = open_store(place)
-    name = _lineage(store, lineage)
+    indexes = published(store, _lineage(store, lineage))
+    unchecked, chain = _chain(indexes)
     folder = tensorfile.Folder(base)
-    indexes = published(store, name)
-    for chain in (_deltas(indexes), *((each,) for each in indexes if each.full)):
-        changes = Changes(store, chain, VISIBLE_S, lambda: None)
-        for tensor in sorted(changes.names):
-            for _ in changes.apply(folder, tensor):
-                pass  # what is wrong with it is raised
-        if chain:
-            kind = "full snapshot" if chain[0].full else f"{len(chain)} deltas"
-            click.echo(f"ok  {kind} up to v{chain[-1].version:06d}, {len(changes.names)} tensors")
+    for each in unchecked:
+        click.echo(f"unchecked  v{each.version:06d}: v{each.base_version:06d}, which it changes, was removed")
+    for versions in ((each,) for each in indexes if each.full):
+        _verify(store, versions, folder)
+    if chain:
+        _verify(store, chain, folder)
+
+
+def _verify(store: Store, chain: tuple[VersionIndex, ...], folder: tensorfile.Folder) -> None:
+    changes = Changes(store, chain, VISIBLE_S, lambda: None)
+    for tensor in sorted(changes.names):
+        for _ in changes.apply(folder, tensor):
+            pass  # what is wrong with it is raised
+    deltas = sum(not each.full for each in chain)
+    what = "full snapshot" if not deltas else f"{deltas} deltas" + (" on a full snapshot" if chain[0].full else "")
+    click.echo(f"ok  {what} up to v{chain[-1].version:06d}, {len(changes.names)} tensors")
 
 
 @group.command("apply")
@@ -88,13 +98,35 @@ def _base_name(each: VersionIndex) -> str:
     return "checkpoint" if each.base_version == BASE else f"v{each.base_version:06d}"
 
 
-def _deltas(indexes: list[VersionIndex]) -> tuple[VersionIndex, ...]:
-    """The chain from the checkpoint, or from the oldest full snapshot where older versions were removed."""
+def _chain(indexes: list[VersionIndex]) -> tuple[tuple[VersionIndex, ...], tuple[VersionIndex, ...]]:
+    """The deltas that only a host with an older version can use, and the chain that everybody can.
+
+    The oldest versions may have been removed once a full snapshot stood; then the chain begins with the oldest one.
+
+    Raises:
+        TransportError: a version is missing between two others, or the oldest delta has nothing to stand on.
+    """
     deltas = [each for each in indexes if not each.full]
-    if not deltas or deltas[0].base_version == BASE:
-        return tuple(deltas)
+    for before, after in pairwise(deltas):
+        if after.base != before.key:
+            raise _missing(after, f"version {before.version} with index {before.digest} is the one before it")
+    if not deltas or deltas[0].base == CHECKPOINT:
+        return (), tuple(deltas)
     start = next((each for each in indexes if each.full), None)
-    return () if start is None else (start, *(each for each in deltas if each.version > start.version))
+    if start is None:
+        raise _missing(deltas[0], "neither that version nor a full snapshot")
+    older = tuple(each for each in deltas if each.version <= start.version)
+    return older, (start, *deltas[len(older) :]) if len(older) < len(deltas) else ()
+
+
+def _missing(delta: VersionIndex, found: str) -> TransportError:
+    return TransportError(
+        f"version {delta.version} builds on a version that is not there",
+        expected=f"version {delta.base_version} with index {delta.base_digest}",
+        found=found,
+        where=delta.folder,
+        do="put the missing folder back, or let the run publish a full snapshot (transport.snapshot_every)",
+    )
 
 
 def _lineages(store: Store) -> list[str]:
