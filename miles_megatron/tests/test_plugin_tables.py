@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 import miles_megatron.start  # noqa: F401
 from miles_core.capability import Capability, State, architecture_name
@@ -16,9 +17,11 @@ from miles_core.config.resolve import resolve
 from miles_core.driver.settings import trainer_spec
 from miles_core.errors import ConfigError
 from miles_core.executors.rank import RankHost
-from miles_core.registry import Entry, Registry, discover
+from miles_core.registry import Entry, Registry, discover, load_target
 from miles_core.testing.tiny import make_tiny_model
 from miles_megatron.architectures.dense import LLAMA
+from miles_megatron.known import BUILT_IN
+from miles_megatron.plugin import miles_architectures
 
 MISTRAL = replace(LLAMA, model_types=("mistral",))
 OFFERED = Entry(
@@ -59,6 +62,14 @@ rewards: ['{tmp_path}/reward.py:score']
 schedule: {{steps: 1, groups_per_step: 1, group_size: 2}}
 backend: {{use: megatron}}
 """
+
+
+def test_every_built_in_table_is_offered_under_the_name_of_its_model_class() -> None:
+    offered = {each.name: load_target(each.load) for each in miles_architectures()}
+    assert list(offered.values()) == list(BUILT_IN)
+    for name, table in offered.items():
+        for model_type in table.model_types:
+            assert architecture_name(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]) == name
 
 
 def spec_of(run_file: str, *entries: Entry) -> Any:

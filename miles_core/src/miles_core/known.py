@@ -15,7 +15,9 @@ class Home:
 
 
 _FSDP = Home("miles-fsdp", "miles_fsdp")
+_MEGATRON = Home("miles-megatron", "miles_megatron")
 _LOCAL = Home("miles-local", "plugins/miles-local")
+_SGLANG = Home("miles-sglang", "plugins/miles-sglang")
 _TRANSPORTS = Home("miles-transports", "miles_transports")
 _RAY = Home("miles-ray", "plugins/miles-ray")
 _CHATML = Home("miles-tito-chatml", "plugins/miles-tito-chatml")
@@ -32,12 +34,20 @@ _WANDB = Home("miles-wandb", "plugins/miles-wandb")
 
 KNOWN: dict[tuple[str, str], Home] = {
     ("backend", "fsdp"): _FSDP,
+    ("backend", "megatron"): _MEGATRON,
     ("engine", "local"): _LOCAL,
+    ("engine", "sglang"): _SGLANG,
     ("transport", "inprocess"): _TRANSPORTS,
     ("transport", "broadcast"): _TRANSPORTS,
     ("transport", "p2p"): _TRANSPORTS,
     ("transport", "disk-delta"): _TRANSPORTS,
     ("transport", "cuda-ipc"): _TRANSPORTS,
+    ("architecture", "deepseek-v3-for-causal-lm"): _MEGATRON,
+    ("architecture", "glm4-moe-for-causal-lm"): _MEGATRON,
+    ("architecture", "llama-for-causal-lm"): _MEGATRON,
+    ("architecture", "qwen2-for-causal-lm"): _MEGATRON,
+    ("architecture", "qwen3-for-causal-lm"): _MEGATRON,
+    ("architecture", "qwen3-moe-for-causal-lm"): _MEGATRON,
     ("executor", "ray"): _RAY,
     ("tito_family", "chatml"): _CHATML,
     ("tito_family", "qwen3"): _QWEN,

@@ -105,7 +105,7 @@ class Registry:
         found = [entry for entry in self.capabilities if (entry.kind, entry.name) == (kind, name)]
         if not found:
             raise self._unknown(kind, name)
-        entry = found[0]
+        entry = next((each for each in found if each.state is State.OK), found[0])
         if entry.state is not State.OK:
             raise PluginError(
                 f"{kind} `{name}` cannot be used: {entry.reason}",
@@ -287,8 +287,24 @@ def _extra_with(package: str, distribution: Distribution | None) -> str | None:
 
 
 def _with_conflicts(entries: Sequence[Entry]) -> list[Entry]:
-    claims = Counter((entry.kind, entry.name) for entry in entries)
-    return [_conflict(entry, entries) if claims[entry.kind, entry.name] > 1 else entry for entry in entries]
+    entries = [_unless_replaced(entry, entries) for entry in entries]
+    live = [entry for entry in entries if entry.state is not State.DISABLED]
+    claims = Counter((entry.kind, entry.name) for entry in live)
+    return [
+        _conflict(entry, live) if entry in live and claims[entry.kind, entry.name] > 1 else entry for entry in entries
+    ]
+
+
+def _unless_replaced(entry: Entry, entries: Sequence[Entry]) -> Entry:
+    """Nobody picks an architecture by name, so a user who installs one wants it instead of ours."""
+    if entry.kind != "architecture" or entry.distribution not in FIRST_PARTY:
+        return entry
+    same = [each for each in entries if (each.kind, each.name) == (entry.kind, entry.name)]
+    others = sorted({each.distribution for each in same} - FIRST_PARTY)
+    if not others:
+        return entry
+    reason = f"that of {', '.join(others)} goes before it"
+    return replace(entry, state=State.DISABLED, reason=reason, do=f"uninstall {others[0]} to use this one")
 
 
 def _conflict(entry: Entry, entries: Sequence[Entry]) -> Entry:

@@ -113,8 +113,9 @@ def test_possible_literals_follow_the_schema():
     assert FIELDS["data"]("null")
 
 
-def test_an_unavailable_capability_is_a_note(targets):
-    assert check_entry(replace(entry(), state=State.UNAVAILABLE, reason="needs x"), FIELDS).level == "note"
+@pytest.mark.parametrize("state", [State.UNAVAILABLE, State.DISABLED])
+def test_a_capability_that_is_not_to_be_loaded_is_a_note(targets, state):
+    assert check_entry(replace(entry(), state=state, reason="needs x"), FIELDS).level == "note"
 
 
 def test_a_conflict_is_a_failure(targets):

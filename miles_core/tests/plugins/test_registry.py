@@ -167,6 +167,17 @@ def test_two_claims_to_one_name_are_both_conflicts_and_name_the_way_out(install,
     assert kept.get("reward", "short").distribution == "second"
 
 
+def test_an_architecture_of_ours_stands_back_for_a_plugins_own(install, entry_points):
+    table = good("acme-for-causal-lm").replace("miles_rewards", "miles_architectures")
+    install("miles-megatron", table)
+    install("acme", table)
+    registry = discover(entry_points=entry_points())
+    theirs, ours = registry.entries("architecture")
+    assert (theirs.state, ours.state) == (State.OK, State.DISABLED)
+    assert ours.reason == "that of acme goes before it"
+    assert registry.get("architecture", "acme-for-causal-lm").distribution == "acme"
+
+
 def test_a_claim_to_a_name_of_core_never_advises_to_disable_core(install, entry_points):
     install("usurper", good("http"))
     from importlib.metadata import entry_points as installed

@@ -57,3 +57,40 @@ def miles_backends() -> Iterable[Capability]:
             rules=_RULES,
         )
     ]
+
+
+@hookimpl
+def miles_architectures() -> Iterable[Capability]:
+    tables = "miles_megatron.architectures"
+    return [
+        Capability(
+            name="llama-for-causal-lm",
+            summary="Llama, SmolLM2 and others of its shape: dense, grouped-query attention",
+            load=f"{tables}.dense:LLAMA",
+        ),
+        Capability(
+            name="qwen2-for-causal-lm",
+            summary="Qwen2 and Qwen2.5: dense, attention biases",
+            load=f"{tables}.dense:QWEN2",
+        ),
+        Capability(
+            name="qwen3-for-causal-lm",
+            summary="Qwen3: dense, normalised queries and keys",
+            load=f"{tables}.dense:QWEN3",
+        ),
+        Capability(
+            name="qwen3-moe-for-causal-lm",
+            summary="Qwen3-MoE: experts in all layers or some, softmax router",
+            load=f"{tables}.sparse:QWEN3_MOE",
+        ),
+        Capability(
+            name="glm4-moe-for-causal-lm",
+            summary="GLM-4.5, 4.6 and 4.7: sigmoid router with a bias, shared experts",
+            load=f"{tables}.sparse:GLM4_MOE",
+        ),
+        Capability(
+            name="deepseek-v3-for-causal-lm",
+            summary="DeepSeek-V3 and R1: latent attention, grouped sigmoid router, shared experts",
+            load=f"{tables}.sparse:DEEPSEEK_V3",
+        ),
+    ]

@@ -79,7 +79,7 @@ def check_plugin(plugin: Plugin) -> Result:
 def check_entry(entry: Entry, fields: Mapping[str, Callable[[str], bool]]) -> Result:
     """Load a capability and its options, and judge both and its rules."""
     subject = f"{entry.kind} {entry.name}"
-    if entry.state is State.UNAVAILABLE:
+    if entry.state in (State.UNAVAILABLE, State.DISABLED):
         return Result(subject=subject, owner=entry.owner, level="note", found=(f"not loaded: {entry.reason}",))
     found = [] if entry.state is State.OK else [f"{entry.state}: {entry.reason}", entry.do]
     found += [f"there is no tag `{tag}`" for tag in sorted(entry.capability.provides - TAGS.keys())]
