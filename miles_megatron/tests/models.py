@@ -52,7 +52,7 @@ YARN = {
 }
 
 
-def write_sparse(folder: Path, name: str) -> None:
+def write_sparse(folder: Path, name: str, *, seed: int = 1) -> None:
     config = CONFIGS[name]()
     config.num_hidden_layers = 4
     if name == "deepseek-v3":
@@ -60,7 +60,7 @@ def write_sparse(folder: Path, name: str) -> None:
     if name == "glm4-moe":
         config.use_qk_norm, config.attention_bias = True, True
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
+        torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         with torch.no_grad():
             for parameter in model.parameters():

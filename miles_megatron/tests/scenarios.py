@@ -118,6 +118,16 @@ def continued(place: Place, *, model: str, **options: Any) -> dict[str, Any]:
     return result
 
 
+def converted(place: Place, **options: Any) -> dict[str, Any]:
+    """Go on from a folder of other weights that was made a checkpoint on one rank."""
+    made = place.make("qwen3-moe", changes={"optimizer": TRAINING}, **options)
+    made.load(place.folder / "converted" / "checkpoints" / "step_000000" / "backend")
+    exported = weights(made)
+    result = {"exported": exported, "metrics": [dict(made.train_step(batch).values) for batch in batches(2)]}
+    made.close()
+    return result
+
+
 def refused(place: Place, *, model: str, **options: Any) -> list[str]:
     """A NaN on one rank's tokens: every rank refuses the step, weights stay, and the next one is taken."""
     (batch,) = batches(1)
@@ -167,11 +177,15 @@ ALL |= {
     "continued ep2": partial(continued, model="qwen3-moe", expert_parallel=2, distributed_optimizer=True),
     "continued pp2": partial(continued, model="qwen3-moe", pipeline_parallel=2),
     "continued alone": partial(continued, model="qwen3-moe"),
+    "converted tp2": partial(converted, tensor_parallel=2, sequence_parallel=True, distributed_optimizer=True),
+    "converted vpp2": partial(converted, pipeline_parallel=2, virtual_pipeline=2),
+    "converted ep2": partial(converted, expert_parallel=2),
     "refused pp2": partial(refused, model="qwen3", pipeline_parallel=2),
     "refused dp2": partial(refused, model="qwen3"),
 }
 REPLAYED = ("qwen3-moe replay tp2 sp", "qwen3-moe replay ep2", "deepseek-v3 replay vpp2", "qwen3-moe replay cp2")
-OTHERS = ("trained tp2", "continued ep2", "continued pp2", "refused pp2", "refused dp2")
+CONVERTED = ("converted tp2", "converted vpp2", "converted ep2")
+OTHERS = ("trained tp2", "continued ep2", "continued pp2", *CONVERTED, "refused pp2", "refused dp2")
 FAST = (
     "qwen3 dp2",
     "qwen3 tp2",

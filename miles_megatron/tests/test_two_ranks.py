@@ -8,15 +8,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
 import miles_megatron.start  # noqa: F401
+from miles_core.config.load import parse
+from miles_core.driver.convert import to_run
 from miles_core.testing.backend import gradients_of, weights
+from miles_core.testing.tiny import write_tiny_tokenizer
 from miles_core.types import TrainBatch
 from miles_fsdp.backend import FsdpBackend
 from miles_fsdp.options import FsdpOptions
 
 from . import scenarios
-from .models import write_models
+from .models import write_models, write_sparse
 from .together import run_ranks
 
 TOLERANCE = 1e-5
@@ -41,9 +45,29 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+RUN_FILE = """
+name: converted
+model: {folder}/qwen3-moe
+data: {folder}/rows.jsonl
+rewards: ['{folder}/reward.py:score']
+rollout: {{sampling: {{max_tokens: 8}}}}
+schedule: {{steps: 1, groups_per_step: 1, group_size: 2}}
+backend: {{use: megatron, tensor_parallel: 2, sequence_parallel: true, distributed_optimizer: true}}
+executor: ray
+placement: {{mode: separate, trainer_ranks: 2}}
+transport: broadcast
+"""
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_models(tmp_path_factory.mktemp("ranks"))
+    folder = write_models(tmp_path_factory.mktemp("ranks"))
+    write_sparse(folder / "other", "qwen3-moe", seed=2)
+    write_tiny_tokenizer(folder / "qwen3-moe")
+    (folder / "rows.jsonl").write_text('{"prompt": "one"}\n')
+    (folder / "reward.py").write_text("def score(scored):\n    return 0.0\n")
+    to_run(folder / "other", folder / "converted", parse(RUN_FILE.format(folder=folder)))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +148,21 @@ def test_a_run_resumes_bit_for_bit_and_under_other_layouts(found: dict[str, list
             assert metrics == pytest.approx(first["straight"][step], rel=1e-4)
         for name, tensor in other["after"].items():
             assert torch.allclose(tensor, first["after"][name], atol=1e-3), name
+
+
+@pytest.mark.parametrize("scenario", scenarios.CONVERTED)
+def test_a_converted_folder_goes_on_under_every_layout_as_from_the_folder(
+    found: dict[str, list[Any]], folder: Path, scenario: str
+) -> None:
+    wanted = load_file(folder / "other" / "model.safetensors")
+    context = scenarios.Place(0, 1, folder, "cpu").context("other", optimizer=scenarios.TRAINING)
+    made = FsdpBackend(FsdpOptions(param_dtype="float32", micro_batch_tokens=20), context)
+    straight = [dict(made.train_step(batch).values) for batch in scenarios.batches(2)]
+    for rank in found[scenario]:
+        assert rank["exported"].keys() == wanted.keys()
+        assert all(torch.equal(rank["exported"][name], tensor) for name, tensor in wanted.items())
+        for step, metrics in enumerate(straight):
+            assert rank["metrics"][step] == pytest.approx(metrics, rel=1e-4)
 
 
 @pytest.mark.parametrize("scenario", ["refused pp2", "refused dp2"])
