@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,18 +54,29 @@ class ModelFolder:
     """Shape and dtype by name, on the meta device, in the files' order."""
     files: Mapping[str, Path]
 
-    def read(self, name: str) -> Tensor:
-        """The tensor on the CPU.
+    @contextlib.contextmanager
+    def reader(self) -> Iterator[Callable[[str], Tensor]]:
+        """A function that reads a tensor to the CPU by name; files stay open until the block ends.
+
+        Opening a file reads the names of all its tensors: for each of some thousands, that would be most of the time.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: from the function, when the tensor cannot be read.
         """
-        try:
-            with safe_open(self.files[name], framework="pt") as file:
-                tensor: Tensor = file.get_tensor(name)
-                return tensor
-        except (OSError, SafetensorError) as error:
-            raise _unusable(self.path, f"{name}: {error}") from error
+        opened: dict[Path, Any] = {}
+        with contextlib.ExitStack() as stack:
+
+            def read(name: str) -> Tensor:
+                file = self.files[name]
+                try:
+                    if file not in opened:
+                        opened[file] = stack.enter_context(safe_open(file, framework="pt"))
+                    tensor: Tensor = opened[file].get_tensor(name)
+                    return tensor
+                except (OSError, SafetensorError) as error:
+                    raise _unusable(self.path, f"{name}: {error}") from error
+
+            yield read
 
     @property
     def dtype(self) -> torch.dtype:

@@ -116,10 +116,10 @@ class WeightMap:
 
     def load(self) -> None:
         """Fill this rank's parameters from the folder."""
-        with torch.no_grad():
+        with torch.no_grad(), self._folder.reader() as read:
             for piece, held in self.held.items():
                 row = self._table.rows[piece.row]
-                tensors = [self._folder.read(name) for name in self._table.tensors(piece)]
+                tensors = [read(name) for name in self._table.tensors(piece)]
                 shard = row.layout.split(tensors, held.group.size(), self._heads)[held.group.rank()]
                 if shard.shape != held.tensor.shape:
                     names = ", ".join(self._table.tensors(piece))

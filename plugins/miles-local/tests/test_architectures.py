@@ -17,6 +17,7 @@ from miles_core.testing.engine_oracle import Feed, answers, ask, logprobs_of, pu
 from miles_core.weights.digests import digest_tensor
 from miles_local.engine import LocalEngine
 from miles_local.options import LocalOptions
+from miles_local.weights import checkpoint_views
 
 SIZES: dict[str, Any] = {
     "vocab_size": 300,
@@ -112,3 +113,23 @@ def test_an_architecture_with_layers_that_do_not_attend_is_refused(tmp_path: Pat
     )
     with pytest.raises(EngineError, match="Qwen3NextForCausalLM"):
         asyncio.run(engine.start())
+
+
+def test_finding_the_experts_of_a_model_costs_one_conversion_for_each_fused_tensor(monkeypatch) -> None:
+    """And one for the place of gate and up, the same in every layer: each conversion copies all experts of a layer."""
+    from transformers import core_model_loading
+
+    config = CONFIGS["qwen3-moe, fused experts"]()
+    config.num_hidden_layers, config.num_experts = 3, 16
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    converted: list[str] = []
+    convert = core_model_loading.revert_weight_conversion
+
+    def counting(model: Any, state: dict[str, Any]) -> Any:
+        converted.extend(name for name, tensor in state.items() if "experts" in name and tensor.device.type != "meta")
+        return convert(model, state)
+
+    monkeypatch.setattr(core_model_loading, "revert_weight_conversion", counting)
+    views = checkpoint_views(model)
+    assert len([name for name in views if "experts" in name]) == 3 * 16 * 3
+    assert len(converted) == 3 * 2 + 1  # the down projections come as views

@@ -8,6 +8,7 @@ parameter, so that copying into the views is the whole update.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -36,10 +37,18 @@ def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             live[name] = tensor.detach()
     views: dict[str, Tensor] = {}
+    known: dict[tuple[str, torch.Size], list[_Slice]] = {}
     for name, tensor in live.items():
-        for wire_name, wire in revert_weight_conversion(model, {name: tensor}).items():
+        wires = revert_weight_conversion(model, {name: tensor})
+        form = re.sub(r"\d+", "#", name), tensor.shape  # all layers are alike, and one shows where experts lie
+        for number, (wire_name, wire) in enumerate(wires.items()):
             shares = wire.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-            views[wire_name] = wire if shares or wire.numel() == 0 else _locate(model, name, wire_name, tensor)
+            if shares or wire.numel() == 0:
+                views[wire_name] = wire
+                continue
+            if form not in known:
+                known[form] = _locate(model, name, tensor.shape)
+            views[wire_name] = _view(model, name, tensor, known[form][number], wire_name, wire)
     # Together the tensors must give the same names as one by one, else a checkpoint tensor is made of several live
     # ones.
     together = revert_weight_conversion(model, {name: tensor.to("meta") for name, tensor in live.items()})
@@ -50,20 +59,31 @@ def checkpoint_views(model: nn.Module) -> dict[str, Tensor]:
     return views
 
 
-def _locate(model: nn.Module, name: str, wire_name: str, tensor: Tensor) -> Tensor:
-    """The view of `tensor` that transformers copies out as `wire_name`: found by converting coordinates instead of
-    values."""
+_Slice = list[tuple[int, int]]
+"""First index and length along each axis."""
+
+
+def _locate(model: nn.Module, name: str, shape: torch.Size) -> list[_Slice]:
+    """What transformers copies out of a tensor, in its order: found by converting positions instead of values.
+
+    One conversion whatever the number of experts: each copies the whole tensor, and a model has thousands of them.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
+    positions = torch.arange(shape.numel()).view(shape)
+    slices = []
+    for found in revert_weight_conversion(model, {name: positions}).values():
+        flat = found.reshape(-1)
+        ends = [torch.unravel_index(flat[at], shape) for at in (0, -1)]
+        slices.append([(int(first), int(last) - int(first) + 1) for first, last in zip(*ends, strict=True)])
+    return slices
+
+
+def _view(model: nn.Module, name: str, tensor: Tensor, part: _Slice, wire_name: str, wire: Tensor) -> Tensor:
+    """The slice, once it is seen to be what transformers copied out."""
     view = tensor
-    for axis in range(tensor.dim() - 1, -1, -1):
-        shape = [1] * tensor.dim()
-        shape[axis] = -1
-        coordinate = torch.arange(tensor.shape[axis], dtype=torch.int32).view(shape).expand(tensor.shape)
-        found = revert_weight_conversion(model, {name: coordinate})[wire_name].reshape(-1)
-        first, last = int(found[0]), int(found[-1])
-        view = view.narrow(axis, first, last - first + 1)
-    wire = revert_weight_conversion(model, {name: tensor})[wire_name]
+    for axis, (first, length) in enumerate(part):
+        view = view.narrow(axis, first, max(length, 0))
     view = view.squeeze() if view.dim() != wire.dim() and view.squeeze().shape == wire.shape else view
     if view.shape != wire.shape or not torch.equal(view, wire):
         raise _not_in_place(model, f"a slice of {name} for {wire_name}", "a rearranged copy")
