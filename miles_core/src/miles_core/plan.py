@@ -242,8 +242,9 @@ def _element_bytes(model: ModelFolder) -> int:
 
 
 def _rows_per_engine(spec: RunSpec, amounts: Amounts) -> int:
-    wave = min(spec.rollout.max_concurrent, amounts.groups_started * spec.schedule.group_size)
-    at_once = spec.schedule.max_concurrent_samples or wave
+    at_once = spec.max_in_flight
+    if spec.schedule.mode != "fully-async":
+        at_once = min(at_once, amounts.groups_started * spec.schedule.group_size)
     return math.ceil(at_once / spec.placement.engines)
 
 

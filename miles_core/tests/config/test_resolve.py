@@ -230,7 +230,7 @@ SOUND_BUT_FOR = {
     "MIL906": ["optimizer.min_lr_ratio=0.1"],
     "MIL907": ["schedule.max_weight_staleness=1"],
     "MIL908": ["schedule.update_weights_interval=2"],
-    "MIL909": [*FULLY_ASYNC, "rollout.max_waves=3"],
+    "MIL909": [*FULLY_ASYNC, "rollout.max_concurrent=3"],
 }  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import random
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -16,7 +17,7 @@ import pytest
 
 from miles_core.config.spec import RolloutSpec
 from miles_core.data.order import PromptStream
-from miles_core.errors import PluginError
+from miles_core.errors import PluginError, RunError
 from miles_core.kinds.data_buffer import FinishedGroup
 from miles_core.kinds.environment import EpisodeResult, SessionHandle
 from miles_core.options import BoundedBufferOptions
@@ -26,7 +27,7 @@ from miles_core.rollout.episode import Episodes
 from miles_core.rollout.ledger import Fate
 from miles_core.rollout.producer import Budget, Producer
 from miles_core.rollout.rewards import RewardPool
-from miles_core.rollout.scheduler import GroupFilter
+from miles_core.rollout.scheduler import GroupFilter, first_error
 from miles_core.testing.scripted_session import ScriptedSessions, assemble_scripted
 from miles_core.testing.virtual_time import run_virtual
 from miles_core.types import Group, Message, Prompt, Status, Trajectory
@@ -248,6 +249,24 @@ async def test_nothing_starts_while_held_and_everything_goes_on_after() -> None:
         await producer.take(10)
         await asyncio.sleep(0.01)
         assert bench.environment.started > started
+
+
+async def test_filters_that_keep_nothing_end_the_run_with_their_counts() -> None:
+    producer = Bench().producer(filters=[GroupFilter(name="never", judge=lambda group: "dull")], max_waves=3)
+    with pytest.raises(ExceptionGroup) as raised:
+        async with asyncio.timeout(5):
+            await producer.run()
+    error = raised.group_contains(RunError) and first_error(raised.value)
+    assert "0 accepted, 6 judged; dropped: dull 6" in str(error)
+    assert "rollout.max_waves" in str(error)
+
+
+async def test_one_group_kept_in_time_lets_the_rollout_go_on() -> None:
+    judged = itertools.count(1)
+    keep_each_sixth = GroupFilter(name="rare", judge=lambda group: None if next(judged) % 6 == 0 else "dull")
+    producer = Bench().producer(filters=[keep_each_sixth], max_waves=3)
+    async with running(producer), asyncio.timeout(5):
+        assert len(await producer.take(4)) == 4
 
 
 async def test_what_breaks_the_producer_surfaces_before_any_queued_group() -> None:

@@ -117,7 +117,8 @@ class RolloutSpec(Section):
     over_sample: Annotated[float, Field(ge=1.0, le=16.0)] = 1.0
     """Groups started per wave as a multiple of those still needed; the surplus is aborted once enough are accepted."""
     max_waves: PositiveInt = 8
-    """Waves of groups tried per step before the run stops because filters or failures leave too few."""
+    """Waves of groups tried per step before the run stops because filters or failures leave too few; in a fully
+    asynchronous run so many batches of groups in a row."""
     filters: tuple[Pick, ...] = ()
     """Judge finished groups; all must keep. `nonzero-std` is dynamic sampling."""
     retries: NonNegativeInt = 2
@@ -132,7 +133,8 @@ class RolloutSpec(Section):
     """Experts of MoE layers: record has the engine return them and the trainer count where its own choice differs;
     replay also has the trainer use the recorded ones (R3)."""
     max_concurrent: PositiveInt = 256
-    """Trajectories in flight at most."""
+    """Trajectories in flight at most, also in an evaluation; a fully asynchronous run has
+    `schedule.max_concurrent_samples` instead."""
     health_interval_s: PositiveFloat = 10.0
     """How often every engine is asked which version it serves."""
     health_timeout_s: PositiveFloat = 60.0
@@ -300,6 +302,13 @@ class PluginsSpec(Section):
 
 class RunSpec(Section):
     """A whole run."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Trajectories in flight at most, in a rollout or an evaluation."""
+        if self.schedule.mode != "fully-async":
+            return self.rollout.max_concurrent
+        return self.schedule.max_concurrent_samples or self.schedule.groups_per_step * self.schedule.group_size
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Name of the run directory."""

@@ -126,7 +126,7 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         id="MIL909",
-        paths=("rollout.over_sample", "rollout.max_waves"),
+        paths=("rollout.over_sample", "rollout.max_concurrent"),
         when=lambda s: s.spec.schedule.mode == "fully-async",
         because="a fully asynchronous run collects in no waves",
         do="remove it; schedule.max_concurrent_samples says how much is in flight",

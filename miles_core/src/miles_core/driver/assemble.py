@@ -251,8 +251,9 @@ async def _late_evaluations(
 
 def _first_wave(spec: RunSpec) -> int:
     """Trajectories that run at once when the run begins."""
-    batch = spec.schedule.groups_per_step * spec.schedule.group_size
-    return spec.schedule.max_concurrent_samples or min(batch, spec.rollout.max_concurrent)
+    if spec.schedule.mode == "fully-async":
+        return spec.max_in_flight
+    return min(spec.schedule.groups_per_step * spec.schedule.group_size, spec.max_in_flight)
 
 
 def context_length(wanted: int | None, limit: int | None) -> int:

@@ -74,7 +74,7 @@ class FleetScorer:
             episodes=self.episodes,
             spec=self.spec.eval,
             retries=self.spec.rollout.retries,
-            max_concurrent=self.spec.rollout.max_concurrent,
+            max_concurrent=self.spec.max_in_flight,
             version=step,
         )
         try:

@@ -55,7 +55,7 @@ def make_producer(run: Run) -> Producer:
     budget = Budget(
         groups_per_step=schedule.groups_per_step,
         group_size=schedule.group_size,
-        samples=schedule.max_concurrent_samples or schedule.groups_per_step * schedule.group_size,
+        samples=run.spec.max_in_flight,
         refill=schedule.refill,
         unused=schedule.unused_groups,
         max_weight_staleness=schedule.max_weight_staleness,

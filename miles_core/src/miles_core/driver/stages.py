@@ -136,7 +136,7 @@ async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None
                 episodes=run.episodes,
                 spec=run.spec.eval,
                 retries=run.spec.rollout.retries,
-                max_concurrent=run.spec.rollout.max_concurrent,
+                max_concurrent=run.spec.max_in_flight,
                 version=run.version,
             )
             figures |= await recovery.attend(run, work)

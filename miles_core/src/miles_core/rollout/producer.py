@@ -27,7 +27,7 @@ from miles_core.rollout.buffer import STALE, GuardedBuffer
 from miles_core.rollout.episode import SCORED, EpisodeKey, Episodes
 from miles_core.rollout.ledger import Fate, Ledger
 from miles_core.rollout.occupancy import Occupancy
-from miles_core.rollout.scheduler import NO_TRAINABLE, GroupFilter, judge, sampling_params
+from miles_core.rollout.scheduler import NO_TRAINABLE, GroupFilter, judge, sampling_params, too_few
 from miles_core.rollout.tally import Tally
 from miles_core.types import Group, Trajectory
 
@@ -120,6 +120,8 @@ class Producer:
         self.blocked = Occupancy(clock)
         """1 while a full buffer holds the rollout back."""
         self._tally = Tally(group_size=budget.group_size)
+        self._refused = 0
+        """Groups in a row that failed or were filtered."""
 
     # --- the background task ------------------------------------------------------------------------------------------
 
@@ -238,6 +240,10 @@ class Producer:
         retried = len(held.attempts) - len(held.finished.group.trajectories)
         if held.attempts:  # none are known of a group that a resumed run brought along
             self._tally.judge(held.attempts, held.finished.group, retried=retried, reason=reason)
+        self._refused = 0 if reason is None else self._refused + 1
+        if self._refused >= self._spec.max_waves * self._budget.groups_per_step:
+            expected = f"one to train among {self._refused} in a row, which is rollout.max_waves times a batch"
+            raise too_few(self.step, self._tally, expected=expected)
 
     # --- what the training loop asks ----------------------------------------------------------------------------------
 

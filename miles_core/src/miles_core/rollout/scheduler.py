@@ -105,10 +105,11 @@ async def collect(
                 rewards=tuple(tally.rewards),
                 failures=tally.last_failures(),
             )
-    raise _too_few(step, len(accepted), groups, tally, spec)
+    raise too_few(step, tally, expected=f"{groups} groups within {spec.max_waves} waves")
 
 
-def _too_few(step: int, found: int, wanted: int, tally: Tally, spec: RolloutSpec) -> RunError:
+def too_few(step: int, tally: Tally, *, expected: str) -> RunError:
+    """What to raise where filters and failures leave too few groups."""
     dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(tally.filtered.items()))
     failures = "".join(
         f"\n            last failure at {where}: {what}" for where, what in tally.last_failures().items()
@@ -118,8 +119,8 @@ def _too_few(step: int, found: int, wanted: int, tally: Tally, spec: RolloutSpec
         remedy = "mend what fails"
     return RunError(
         f"step {step} collected too few groups",
-        expected=f"{wanted} groups within {spec.max_waves} waves",
-        found=f"{found} accepted, {tally.judged} judged; dropped: {dropped}{failures}",
+        expected=expected,
+        found=f"{tally.judged - tally.filtered.total()} accepted, {tally.judged} judged; dropped: {dropped}{failures}",
         where="rollout",
         do=remedy,
     )
