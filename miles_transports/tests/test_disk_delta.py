@@ -47,7 +47,7 @@ class TestXor(Kit):
 
 
 class TestOverwriteWithSnapshotsInAnObjectStore(Kit):
-    changes = {"encoding": "overwrite", "snapshot_every": 1, "keep": 1, "checksum": "blake3"}  # noqa: RUF012
+    changes = {"encoding": "overwrite", "snapshot_every": 1, "keep": 2, "checksum": "blake3"}  # noqa: RUF012
 
     def make(self) -> Transport:
         url = f"memory://{self.folder}"

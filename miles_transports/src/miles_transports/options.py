@@ -1,8 +1,8 @@
 """Options of the transports."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 
 class InProcessOptions(BaseModel):
@@ -33,8 +33,9 @@ class DiskDeltaOptions(BaseModel):
     """Of each resulting tensor; blake3 where the storage is not trusted."""
     snapshot_every: NonNegativeInt = 20
     """Every so many versions a full snapshot is published beside the delta, for late joiners; 0 is never."""
-    keep: PositiveInt = 4
-    """Newest versions that stay published; older ones go once a full snapshot makes them superfluous."""
+    keep: Annotated[int, Field(ge=2)] = 4
+    """Newest versions that stay published; older ones go once a full snapshot makes them superfluous. The newest may be
+    published again for an engine that joins, and builds on the one before it."""
     visible_s: PositiveFloat = 120.0
     """Seconds until what one host wrote is visible to another; network file systems cache."""
     host: str = "127.0.0.1"

@@ -51,18 +51,14 @@ class World:
     store: Store
     encoding: Encoding = "xor"
     snapshot_every: int = 0
-    keep: int = 1
+    keep: int = 2
     sources: list[DeltaSource] = field(default_factory=list)
     publication: Publication | None = None
 
     def start(self, store: Store | None = None) -> None:
-        """The trainer's processes, anew: they remember nothing."""
+        """The trainer's processes and the driver, anew: they remember nothing."""
         store = store or self.store
-        self.close()
-        self.sources = [
-            DeltaSource(self.base, store, LINEAGE, rank=rank, world_size=2, encoding=self.encoding, kind="xxh3-128")
-            for rank in range(2)
-        ]
+        self.connect(store)
         self.publication = Publication(
             store,
             LINEAGE,
@@ -72,6 +68,24 @@ class World:
             keep=self.keep,
             visible_s=0.2,
         )
+
+    def connect(self, store: Store | None = None) -> None:
+        """The trainer's ends alone, anew: the driver knows what is published."""
+        store = store or self.store
+        self.close()
+        self.sources = [
+            DeltaSource(
+                self.base,
+                store,
+                LINEAGE,
+                rank=rank,
+                world_size=2,
+                encoding=self.encoding,
+                kind="xxh3-128",
+                visible_s=0.2,
+            )
+            for rank in range(2)
+        ]
 
     def publish(self, version: int, tensors: Weights | None = None) -> Key:
         assert self.publication is not None

@@ -71,7 +71,7 @@ def test_a_host_that_missed_versions_catches_up(make: Callable[..., World]) -> N
 
 
 def test_a_late_joiner_starts_from_a_full_snapshot_when_the_chain_is_gone(make: Callable[..., World]) -> None:
-    world = make(snapshot_every=3, keep=1)
+    world = make(snapshot_every=3, keep=2)
     keys = [world.publish(version) for version in range(8)]
     left = [(each.version, each.full) for each in published(world.store, LINEAGE)]
     assert left == [(5, False), (5, True), (6, False), (7, False)]
@@ -83,7 +83,7 @@ def test_a_late_joiner_starts_from_a_full_snapshot_when_the_chain_is_gone(make: 
 def test_without_snapshots_nothing_is_removed_since_the_chain_hangs_on_the_checkpoint(
     make: Callable[..., World],
 ) -> None:
-    world = make(snapshot_every=0, keep=1)
+    world = make(snapshot_every=0, keep=2)
     keys = [world.publish(version) for version in range(4)]
     assert len(published(world.store, LINEAGE)) == 4
     assert holds(world.checkout().materialise(keys[-1]), 3)
@@ -114,3 +114,31 @@ def test_a_version_that_was_given_up_half_way_leaves_no_trace_in_the_next(make: 
             for bucket in bucket_tensors(named, version=1, bucket_bytes=200):
                 source.add(bucket)
         assert holds(world.checkout().materialise(world.publish(1)), 1)
+
+
+@pytest.mark.parametrize("encoding", ["xor", "overwrite"])
+@pytest.mark.parametrize("snapshot_every", [0, 2])
+def test_ranks_that_are_connected_anew_go_on_with_the_chain(
+    make: Callable[..., World], encoding: Encoding, snapshot_every: int
+) -> None:
+    world = make(encoding=encoding, snapshot_every=snapshot_every)
+    for version in range(5):
+        world.publish(version)
+    world.connect()
+    again = world.publish(4)  # for an engine that joined
+    assert holds(world.checkout(local=world.local / "late").materialise(again), 4)
+    world.connect()
+    half = [NamedTensor(name=name, tensor=tensor + 1) for name, tensor in weights(5).items()]
+    for source in world.sources:
+        source.begin(5, 4)
+        source.add(next(bucket_tensors(half, version=5, bucket_bytes=200)))
+    key = world.publish(5)
+    assert holds(world.checkout().materialise(key), 5)
+    assert holds(world.checkout(local=world.local / "late").materialise(key), 5)
+
+
+def test_a_version_with_a_snapshot_has_one_when_it_is_published_again(make: Callable[..., World]) -> None:
+    world = make(snapshot_every=3)
+    for version in (0, 1, 2, 2):
+        world.publish(version)
+    assert [each.version for each in published(world.store, LINEAGE) if each.full] == [2]

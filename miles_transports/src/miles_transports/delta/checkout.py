@@ -17,16 +17,16 @@ import fcntl
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_core.errors import TransportError
 from miles_core.watch import waiting
 from miles_core.weights.digests import name_some
-from miles_transports.delta import codec, index, tensorfile
-from miles_transports.delta.codec import Pieces
+from miles_transports.delta import index, tensorfile
+from miles_transports.delta.chain import Changes, Check, ChecksumMismatch, ways
 from miles_transports.delta.files import Files, Part
-from miles_transports.delta.index import BASE, CHECKPOINT, Key, VersionIndex
+from miles_transports.delta.index import CHECKPOINT, Key, VersionIndex
 from miles_transports.delta.store import POLL_S, Store, eventually, version_names
 
 KEPT = 2
@@ -36,8 +36,6 @@ WORKERS = 32
 """Threads that unpack, check and write, at most."""
 DIGITS = 12
 """Of an index's digest in a folder's name."""
-
-Check = Callable[[], None]
 
 
 class Checkout:
@@ -124,7 +122,8 @@ class Checkout:
 
     def _build(self, key: Key, check: Check) -> None:
         failures: list[str] = []
-        for start, chain in self._ways(key, check):
+        last = eventually(lambda: self._last(key), f"version {key[0]}", self._timeout_s, check)
+        for start, chain in ways(self._store, self._lineage, last, self._is_here):
             try:
                 self._apply(start, chain, self.folder(key), check)
                 return
@@ -141,42 +140,11 @@ class Checkout:
             do="look at the publication with `miles delta verify`; the version served before stays",
         )
 
-    def _ways(self, key: Key, check: Check) -> Iterator[tuple[Key, Sequence[VersionIndex]]]:
-        """Ways to build a version: a start that is complete here and the indexes to apply in turn, cheapest first."""
-        chain = [eventually(lambda: self._last(key), f"version {key[0]}", self._timeout_s, check)]
-        while True:
-            first = chain[0]
-            if self._is_here(first.base):
-                yield first.base, tuple(chain)
-            if (full := self._read(first.version, full=True)) is not None:
-                yield CHECKPOINT, (full, *chain[1:])
-            base = self._read(first.base_version)
-            if base is None:
-                return
-            self._linked(base, first)
-            chain.insert(0, base)
-
     def _last(self, key: Key) -> VersionIndex:
         found = index.read_index(self._store, self._lineage, key[0])
         if found.digest != key[1]:  # replaced after a failed attempt, and not visible here yet
             raise FileNotFoundError(found.folder)
         return found
-
-    def _read(self, version: int, *, full: bool = False) -> VersionIndex | None:
-        try:
-            return index.read_index(self._store, self._lineage, version, full=full) if version != BASE else None
-        except FileNotFoundError:
-            return None
-
-    @staticmethod
-    def _linked(base: VersionIndex, following: VersionIndex) -> None:
-        if base.digest != following.base_digest:
-            raise TransportError(
-                "published versions do not form one chain",
-                expected=f"version {following.version} built on index {following.base_digest}",
-                found=f"version {base.version} with index {base.digest}",
-                do="two runs may publish into one lineage; give each its own folder",
-            )
 
     # --- building -----------------------------------------------------------------------------------------------------
 
@@ -204,62 +172,6 @@ class Checkout:
         self._files.sync_dir(partial)
         self._files.rename(partial, target)
         self._files.sync_dir(self._root)
-
-
-class ChecksumMismatch(TransportError):
-    """Applying a delta did not give the tensor that was published."""
-
-
-class Changes:
-    """The changes of a chain of versions, by tensor."""
-
-    def __init__(self, store: Store, chain: Sequence[VersionIndex], timeout_s: float, check: Check) -> None:
-        self._store, self._chain, self._timeout_s, self._check = store, chain, timeout_s, check
-        self._headers: dict[str, tensorfile.Header] = {}
-        self.names = {name for each in chain for name in each.weight_map}
-
-    def apply(self, source: tensorfile.Folder, name: str) -> Pieces:
-        """Take one tensor through all versions, piece by piece; what each gives is checked at its end.
-
-        Raises:
-            ChecksumMismatch: a version did not give what was published; perhaps after some pieces.
-        """
-        self._check()
-        entry, pieces = source.entry(name), source.pieces(name)
-        for each in self._chain:
-            if (shard := each.weight_map.get(name)) is not None:
-                pieces = self._step(pieces, each, f"{each.folder}/{shard}", name, entry)
-        return pieces
-
-    def _step(self, pieces: Pieces, each: VersionIndex, path: str, name: str, of: tensorfile.Entry) -> Pieces:
-        header = self._header(path)
-        entry = header.entries.get(name)
-        if entry is None:
-            raise ChecksumMismatch(f"{path} lacks tensor {name}")
-        payload = eventually(
-            lambda: self._store.read(path, entry.start, entry.num_bytes), path, self._timeout_s, self._check
-        )
-        result = codec.hasher(each.checksum)
-        try:
-            for start, piece in codec.apply_pieces(pieces, of.num_bytes, payload, each.encoding, of.element_bytes):
-                result.update(piece.data)
-                yield start, piece
-        except codec.Damaged as error:
-            raise ChecksumMismatch(f"tensor {name} of version {each.version}: {error.found}") from error
-        if (found := result.hexdigest()) != (expected := header.metadata.get(name)):
-            raise ChecksumMismatch(
-                f"tensor {name} of version {each.version} has checksum {found}, published was {expected}"
-            )
-
-    def _header(self, path: str) -> tensorfile.Header:
-        if path not in self._headers:
-            self._headers[path] = eventually(
-                lambda: tensorfile.read_header(lambda start, length: self._store.read(path, start, length), path),
-                path,
-                self._timeout_s,
-                self._check,
-            )
-        return self._headers[path]
 
 
 def _patched(source: tensorfile.Folder, path: Path, changes: Changes) -> tuple[bytes, list[Part]]:

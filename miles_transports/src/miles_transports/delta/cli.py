@@ -9,7 +9,8 @@ import click
 
 from miles_core.errors import TransportError
 from miles_transports.delta import tensorfile
-from miles_transports.delta.checkout import Changes, Checkout, published
+from miles_transports.delta.chain import Changes
+from miles_transports.delta.checkout import Checkout, published
 from miles_transports.delta.index import BASE, CHECKPOINT, VersionIndex
 from miles_transports.delta.store import Store, open_store, version_names
 

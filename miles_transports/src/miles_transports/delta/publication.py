@@ -40,7 +40,7 @@ class Publication:
         self._checksum: Checksum = kind
         self._snapshot_every, self._keep, self._visible_s = snapshot_every, keep, visible_s
         self._chain: list[VersionIndex] = []
-        self._since_full = 0
+        self._snapshots: list[int] = []  # versions with a full snapshot
         self._full = False
 
     @property
@@ -55,7 +55,10 @@ class Publication:
         """
         while self._chain and self._chain[-1].version >= version:
             self._remove(self._chain.pop().version)
-        self._full = self._snapshot_every > 0 and self._since_full + 1 >= self._snapshot_every
+        self._snapshots = [each for each in self._snapshots if each < version]
+        last = self._snapshots[-1] if self._snapshots else BASE
+        since = sum(each.version > last for each in self._chain)
+        self._full = 0 < self._snapshot_every <= since + 1
         return (self._chain[-1].version if self._chain else BASE), self._full
 
     def seal(self, version: int, names: Iterable[str], check: Callable[[], None] = lambda: None) -> Key:
@@ -80,7 +83,7 @@ class Publication:
             full = self._index(version, expected, check, full=True)
             self._store.write(f"{full.folder}/{INDEX}", [full.to_json()])
         self._store.write(f"{sealed.folder}/{INDEX}", [sealed.to_json()])
-        self._since_full = 0 if self._full else self._since_full + 1
+        self._snapshots += [version] if self._full else []
         self._chain.append(sealed)
         return self.newest
 

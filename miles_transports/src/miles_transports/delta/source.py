@@ -3,6 +3,8 @@
 A rank keeps bytes of its own share only, so no host ever holds a second full model. Until a tensor first changes, its
 old bytes are the checkpoint's file itself, mapped. From then on there is one copy, which each comparison moves forward.
 
+A rank that is connected anew, because an engine joined late, finds the bytes published last in what is published.
+
 The comparison moves the rank's memory forward before the version is known to be published. The payloads are kept until
 the next version begins: if that one builds on this one they are dropped, if not they are taken back.
 """
@@ -22,9 +24,10 @@ from miles_core.types import NamedTensor, WeightBucket
 from miles_core.weights.digests import name_some
 from miles_core.weights.stopwatch import Stopwatch
 from miles_transports.delta import codec, index, tensorfile
+from miles_transports.delta.chain import Changes, ways
 from miles_transports.delta.codec import Bytes, Checksum, Delta, Encoding
-from miles_transports.delta.store import Store
-from miles_transports.memory import Recycled
+from miles_transports.delta.store import Store, eventually
+from miles_transports.memory import Recycled, fresh
 
 WORKERS = 32
 """Threads that compare and compress, at most; numpy and zstd let go of the interpreter while they do."""
@@ -47,12 +50,23 @@ class DeltaSource:
     """See the module. One per rank; its calls come from one thread."""
 
     def __init__(
-        self, base: Path, store: Store, lineage: str, *, rank: int, world_size: int, encoding: Encoding, kind: Checksum
+        self,
+        base: Path,
+        store: Store,
+        lineage: str,
+        *,
+        rank: int,
+        world_size: int,
+        encoding: Encoding,
+        kind: Checksum,
+        visible_s: float,
     ) -> None:
         self._base = tensorfile.Folder(base)
         self._store, self._lineage = store, lineage
         self._rank, self._world_size = rank, world_size
         self._encoding, self._checksum = encoding, kind
+        self._visible_s = visible_s
+        self._chain: Changes | None = None  # from the checkpoint to where this rank came in
         self._bytes: dict[str, Bytes] = {}
         self._memory = Recycled()
         self._published = index.BASE
@@ -64,10 +78,11 @@ class DeltaSource:
         self._pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="miles-delta")
 
     def begin(self, version: int, base_version: int) -> None:
-        """Start comparing with `base_version`: the last one this rank wrote, or the one before when that was given up.
+        """Start comparing with `base_version`: the last one this rank wrote, the one before when that was given up, or,
+        when it has written none, one that others wrote.
 
         Raises:
-            TransportError: this rank knows neither.
+            TransportError: this rank knows none of them.
         """
         self._settle()  # what failed in an attempt that was given up has been told there
         if self._pending is not None and self._pending == base_version:
@@ -78,6 +93,9 @@ class DeltaSource:
                     self._bytes[name] = change.old
                 else:
                     codec.take_back(self._bytes[name], change.delta.payload)
+        if self._pending is None and base_version != index.BASE:
+            self._chain = self._come_in(base_version)
+            self._published = base_version
         if self._published != base_version:
             raise TransportError(
                 "this rank does not know the version that the next one builds on",
@@ -87,6 +105,32 @@ class DeltaSource:
                 do="restart the run with --resume",
             )
         self._pending, self._changes, self._owned, self._seen = version, {}, [], set()
+
+    def _come_in(self, version: int) -> Changes:
+        store, lineage = self._store, self._lineage
+        last = eventually(lambda: index.read_index(store, lineage, version), f"version {version}", self._visible_s)
+        found = next(ways(store, lineage, last, lambda key: key == index.CHECKPOINT), None)
+        if found is None:
+            raise TransportError(
+                f"version {version} hangs on versions that were removed",
+                expected="a chain from the checkpoint, or a full snapshot",
+                where=f"lineage {lineage}",
+                do="restart the run with --resume, which begins a new lineage",
+            )
+        return Changes(store, found[1], self._visible_s, lambda: None)
+
+    def _published_bytes(self, name: str) -> Bytes:
+        """Those of the last published version: in memory, or the checkpoint's with what was published since."""
+        held = self._bytes.get(name)
+        if held is not None:
+            return held
+        if self._chain is None or name not in self._chain.names:
+            return self._base.data(name)
+        held = fresh(self._base.entry(name).num_bytes)
+        for start, piece in self._chain.apply(self._base, name):
+            held[start : start + piece.size] = piece
+        self._bytes[name] = held
+        return held
 
     def add(self, bucket: WeightBucket) -> None:
         """Look at a bucket; compare what this rank owns of it.
@@ -136,9 +180,7 @@ class DeltaSource:
         )
 
     def _compare(self, name: str, new: Bytes) -> Change | None:
-        old = self._bytes.get(name)
-        if old is None:
-            old = self._base.data(name)
+        old = self._published_bytes(name)
         if self._encoding == "xor":
             try:
                 found = codec.advance(old, new, self._checksum)
@@ -195,8 +237,7 @@ class DeltaSource:
         return dict(zip(self._owned, self._pool.map(self._whole, self._owned), strict=True))
 
     def _whole(self, name: str) -> tuple[bytes, str]:
-        data = self._bytes.get(name)
-        data = self._base.data(name) if data is None else data
+        data = self._published_bytes(name)
         return codec.compress(data), codec.checksum(data, self._checksum)
 
     def _write(self, folder: str, payloads: dict[str, tuple[bytes, str]]) -> int:

@@ -51,6 +51,7 @@ class DeltaSender:
             world_size=world_size,
             encoding=options.encoding,
             kind=options.checksum,
+            visible_s=options.visible_s,
         )
         self._attempt = 0
         self._plan: list[list[str]] = []
@@ -126,19 +127,23 @@ class DiskDeltaTransport(JoinedTransport):
         super().__init__(options.host, options.timeout_s)
         self._options = options
         self._publication: Publication | None = None
+        self._base: Path | None = None
 
     def ends(self, address: Address, source: WeightSource) -> Ends:
-        # A chain of its own for each connection: what ranks and hosts remember begins anew with them.
-        options, lineage, base = self._options, uuid.uuid4().hex[:12], Path(source.model_path)
-        self._publication = Publication(
-            open_store(options.publish_dir),
-            lineage,
-            encoding=options.encoding,
-            kind=options.checksum,
-            snapshot_every=options.snapshot_every,
-            keep=options.keep,
-            visible_s=options.visible_s,
-        )
+        options, base = self._options, Path(source.model_path)
+        if self._publication is None or self._base != base:
+            self._base = base
+            self._publication = Publication(
+                open_store(options.publish_dir),
+                uuid.uuid4().hex[:12],
+                encoding=options.encoding,
+                kind=options.checksum,
+                snapshot_every=options.snapshot_every,
+                keep=options.keep,
+                visible_s=options.visible_s,
+            )
+        # Opened again, for an engine that joins late, the chain goes on: members patch what they have.
+        lineage = self._publication.lineage
         return Ends(
             senders=functools.partial(DeltaSender, address, options, lineage, base),
             receiver=lambda engine: functools.partial(DeltaReceiver, address, options, lineage, base, engine),
