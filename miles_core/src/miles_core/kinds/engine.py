@@ -105,7 +105,8 @@ class Engine(Protocol):
         ...
 
     async def open_receiver(self, make: Callable[[], Receiver]) -> None:
-        """Build the transport's receiving end in this process and keep it for the engine's life."""
+        """Build the transport's receiving end in this process and keep it until the next one or the engine's end, which
+        close it: the transport is connected anew for an engine that joins."""
         ...
 
     async def receive(self, version: int) -> WeightManifest:

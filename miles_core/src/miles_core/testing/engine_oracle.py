@@ -111,11 +111,13 @@ class Feed:
 
     def __init__(self) -> None:
         self.buckets: list[WeightBucket] = []
+        self.closed = False
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
         yield from self.buckets
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.closed = True
 
 
 # --- asking an engine -----------------------------------------------------------------------------------------------

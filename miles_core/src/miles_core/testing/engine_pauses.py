@@ -56,8 +56,10 @@ class ServingKit:
         defaults: dict[str, Any] = {"context_length": None, "device": "cpu", "seed": 0}
         engine = self.make(EngineContext(model_path=str(folder), **{**defaults, **context}))
         await engine.start()
-        feed = Feed()
+        before, feed = Feed(), Feed()
+        await engine.open_receiver(lambda: before)
         await engine.open_receiver(lambda: feed)
+        assert before.closed, "a receiver is left open when the transport is connected anew"
         try:
             yield engine, feed
         finally:

@@ -166,6 +166,9 @@ class ScriptedEngine:
         self._going.set()
 
     async def open_receiver(self, make: Callable[[], Receiver]) -> None:
+        before, self._receiver = self._receiver, None
+        if before is not None:
+            before.close()
         self._receiver = await asyncio.to_thread(make)
 
     async def receive(self, version: int) -> WeightManifest:

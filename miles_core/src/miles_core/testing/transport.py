@@ -24,6 +24,8 @@ from miles_core.testing.executor import tiny_batch, trainer_spec
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
 from miles_core.types import WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor
+from miles_core.weights.fleet import Fleet
+from miles_core.weights.lifecycle import UpdateSettings
 
 BUCKETS = 5
 """Buckets of one version in this kit: nine tensors, two in each."""
@@ -78,8 +80,7 @@ class TransportConformance:
         started: list[StreamEngine] = []
         for index in range(engines):
             kind = DeadEngine if index in dead else StreamEngine
-            context = EngineContext(model_path="", context_length=None, device="cpu", seed=0, index=index)
-            started.append(kind(options, context))
+            started.append(kind(options, _context(index)))
             await started[-1].start()
         transport = self.make()
         async with asyncio.timeout(self.deadline_s):
@@ -196,6 +197,27 @@ class TransportConformance:
             assert task.cancelled(), "a cancelled publish must end as cancelled"
             await self._next_version_arrives(connected, 1)
 
+    async def test_an_engine_that_joins_late_serves_only_once_it_holds_the_present_version(self) -> None:
+        async with self.connected() as connected:
+            settings = UpdateSettings(timeout_s=self.deadline_s)
+            fleet = Fleet(connected.transport, connected.trainer, connected.engines, settings)
+            for version in (0, 1):
+                await fleet.publish(version)
+            fleet.leave(connected.engines[1])
+            await connected.engines[1].close()
+            late = StreamEngine(RecordingOptions(), _context(1))
+            await late.start()
+            connected.engines[1] = late
+            fleet.join(late)
+            assert late not in fleet.members, "an engine without the present version is no member"
+            await fleet.publish(1)  # the trainer has not moved on
+            assert fleet.members == tuple(connected.engines)
+            assert late.events == ["pause", "receive 1", "activate 1", "resume"], late.events
+            _assert_equal(late, 1)
+            await fleet.publish(2)
+            for engine in connected.engines:
+                _assert_equal(engine, 2)
+
     async def test_publishing_before_open_is_an_error(self) -> None:
         with _must_raise(TransportError, "publish before open must raise TransportError"):
             await self.make().publish(0)
@@ -227,6 +249,10 @@ def _must_raise(kind: type[Exception], otherwise: str) -> Iterator[list[Exceptio
         caught.append(error)
     else:
         raise AssertionError(otherwise)
+
+
+def _context(index: int) -> EngineContext:
+    return EngineContext(model_path="", context_length=None, device="cpu", seed=0, index=index)
 
 
 def _assert_equal(engine: RecordingEngine, version: int) -> None:

@@ -315,6 +315,9 @@ class LocalEngine:
         self._wake.set()
 
     async def open_receiver(self, make: Callable[[], Receiver]) -> None:
+        before, self._receiver = self._receiver, None
+        if before is not None:
+            before.close()
         # In a thread of its own: making it may block until the sender is there, and steps must go on meanwhile.
         self._receiver = await asyncio.to_thread(make)
 

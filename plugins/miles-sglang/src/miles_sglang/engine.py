@@ -282,6 +282,9 @@ class SglangEngine:
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def open_receiver(self, make: Callable[[], Receiver]) -> None:
+        before, self._receiver = self._receiver, None
+        if before is not None:
+            before.close()
         # In a thread of its own: making it may block until the sender is there, and requests must go on meanwhile.
         self._receiver = await asyncio.to_thread(make)
 
