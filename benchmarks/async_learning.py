@@ -1,8 +1,9 @@
 """Does a fully asynchronous run with a staleness limit learn what the synchronous one learns, and in what time?
 
-    python benchmarks/async_learning.py [--steps 60] [--seeds 3] [--latency 0.5]
+    python benchmarks/async_learning.py [--steps 60] [--seeds 3] [--latency 0.5] [--model models/smollm2-135m]
 
-A tiny random model learns to write lower-case letters. An environment that waits before it asks stands for tools: its
+A tiny random model learns to write lower-case letters; a model that can read learns the quickstart's task, addition of
+two digits, answered with the number only. An environment that waits before it asks stands for tools: its
 latency is log-normal and longer than sampling and training together. Each run is a process of its own; the reward is
 that of the last quarter of the steps, the time that of the steps alone.
 """
@@ -67,16 +68,37 @@ def score(scored):
     text = scored.response
     return sum(c.islower() for c in text) / max(len(text), 1)
 """
+LAST_NUMBER = r"""
+import re
+
+
+def score(scored):
+    found = re.findall(r"-?\d+", scored.response)
+    return float(bool(found) and found[-1] == scored.prompt.label)
+"""
 SCHEDULES = {
     "sync": {},
     "fully-async": {"schedule.mode": "fully-async", "schedule.max_weight_staleness": 2},
 }
 
 
-def prepare(folder: Path) -> None:
-    make_tiny_model(folder / "model", seed=0)
-    (folder / "reward.py").write_text(REWARD)
-    rows = [{"prompt": f"say {word}", "label": word} for word in ("one", "two", "three", "four", "five", "six")]
+def additions() -> list[dict[str, object]]:
+    def ask(a: int, b: int) -> list[dict[str, str]]:
+        system = {"role": "system", "content": "Answer with the number only."}
+        return [system, {"role": "user", "content": f"Calculate {a} + {b}."}]
+
+    return [{"prompt": ask(a, b), "label": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
+
+
+def prepare(folder: Path, model: str | None) -> None:
+    rows: list[dict[str, object]]
+    if model is None:
+        make_tiny_model(folder / "model", seed=0)
+        rows = [{"prompt": f"say {word}", "label": word} for word in ("one", "two", "three", "four", "five", "six")]
+    else:
+        (folder / "model").symlink_to(Path(model).resolve(), target_is_directory=True)
+        rows = additions()
+    (folder / "reward.py").write_text(REWARD if model is None else LAST_NUMBER)
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (folder / "slow_chat.py").write_text(ENVIRONMENT)
     (folder / "slow_chat_plugin.py").write_text(PLUGIN)
@@ -93,8 +115,8 @@ def run_file(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
         "data": str(folder / "train.jsonl"),
         "environment": {"use": "slow-chat", "latency_s": arguments.latency, "sigma": math.log(10) / (2 * 1.96)},
         "rewards": [f"{folder}/reward.py:score"],
-        "rollout": {"sampling": {"max_tokens": 8}, "reward_workers": 1},
-        "schedule": {"steps": arguments.steps, "groups_per_step": 4, "group_size": 8},
+        "rollout": {"sampling": {"max_tokens": 12 if arguments.model else 8}, "reward_workers": 1},
+        "schedule": {"steps": arguments.steps, "groups_per_step": 4, "group_size": arguments.group_size},
         "optimizer": {"lr": arguments.lr},
         "corrections": ["tis"],
         "checkpoint": {"export_hf": False},
@@ -118,6 +140,8 @@ def train(folder: Path, schedule: str, seed: int, arguments: argparse.Namespace)
     timings = list(read_lines(folder / "runs" / name / "timings.jsonl"))
     last = [line["rollout/reward_mean"] for line in lines[-arguments.steps // 4 :]]
     age = statistics.fmean(line["contract/versions/token_staleness"] for line in lines)
+    if arguments.verbose:
+        print(schedule, seed, [round(line["rollout/reward_mean"], 2) for line in lines])
     return statistics.fmean(last), sum(line["time/step_s"] - line.get("time/start_s", 0) for line in timings), age
 
 
@@ -127,11 +151,15 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--latency", type=float, default=0.5, help="mean seconds of the environment")
     parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--model", help="Hugging Face folder of a model that can read; its task is addition")
+    parser.add_argument("--verbose", action="store_true", help="print the reward of every step")
+    parser.add_argument("--only", choices=list(SCHEDULES), help="one schedule")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        prepare(Path(name))
+        prepare(Path(name), arguments.model)
         print("| schedule | seed | reward, last quarter | seconds | age |\n|---|---|---|---|---|")
-        for schedule in SCHEDULES:
+        for schedule in [arguments.only] if arguments.only else SCHEDULES:
             for seed in range(arguments.seeds):
                 reward, seconds, age = train(Path(name), schedule, seed, arguments)
                 print(f"| {schedule} | {seed} | {reward:.3f} | {seconds:.0f} | {age:.2f} |", flush=True)

@@ -272,6 +272,18 @@ async def test_work_and_updates_go_on_while_an_engine_takes_its_time_to_start() 
     assert run.said.count("engine 1 is lost and will be replaced: its node is gone") == 1
 
 
+@pytest.mark.parametrize("count", [1, 2])
+async def test_engines_that_all_died_while_the_trainer_worked_are_replaced_by_the_next_version(count: int) -> None:
+    run = await Place().start(count)
+    for engine in run.engines:
+        engine.hangs = True
+    run.trained_step = 1
+    assert await asyncio.wait_for(recovery.publish(run, 1), 5) is None
+    assert run.pool.serving()
+    assert (run.version, run.published_step) == (1, 1)
+    assert {await run.engines[index].version() for index in run.pool.serving()} == {1}
+
+
 async def test_one_that_cannot_start_does_not_end_the_run_while_another_still_does() -> None:
     run = await Place().start()
     started = asyncio.Event()

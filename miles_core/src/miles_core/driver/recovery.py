@@ -205,6 +205,27 @@ async def _unfit(engine: Engine, version: int, timeout_s: float) -> str | None:
     return None if found == version else f"it holds version {found}, published is {version}"
 
 
+async def publish(run: Run, version: int) -> PublishReport | None:
+    """Publish the trainer's weights to the engines, newcomers included; when none is left to take them, to the first
+    that starts in the place of one. Then there is no report of it.
+
+    Raises:
+        MilesError: see `update`.
+        RunError: see `recover`.
+    """
+    newcomers = await replace_lost(run)
+    try:
+        report = await update(run, version)
+    except (EngineError, TransportError) as error:
+        if run.pool.serving():
+            raise
+        run.recorder.alarm(run.trained_step, f"no engine took version {version}: {error.message}")
+        await recover(run)
+        return None
+    await admit(run, newcomers)
+    return report
+
+
 async def update(run: Run, version: int) -> PublishReport:
     """Publish through the fleet; engines that break it are taken out, and the rest get the version without them.
 

@@ -19,6 +19,7 @@ from miles_core.rollout.scheduler import Collected, collect
 from miles_core.types import TrainBatch
 from miles_core.watch import progress, waiting
 from miles_core.weights.equality import check_weight_update_equal
+from miles_core.weights.lifecycle import PublishReport
 
 
 def first_step(run: Run) -> int:
@@ -62,6 +63,7 @@ async def learn(run: Run, collected: Collected, step: int, *, max_staleness: int
 
 async def publish(run: Run, version: int, *, first: bool = False) -> None:
     """Make the trainer's weights `version` on every engine, replaced ones included."""
+    report: PublishReport | None
     with run.recorder.phase("publish"), waiting("driver", on=f"publishing weight version {version}"):
         if first and run.spec.check_weight_update_equal:
             report = await check_weight_update_equal(run.fleet.publish, run.engines, version, seed=run.spec.seed)
@@ -69,10 +71,9 @@ async def publish(run: Run, version: int, *, first: bool = False) -> None:
             recovery.published(run, report)
             run.recorder.event("weights_equal", version=version, tensors=report.num_tensors)
         else:
-            newcomers = await recovery.replace_lost(run)
-            report = await recovery.update(run, version)
-            await recovery.admit(run, newcomers)
-    run.recorder.timings(report.figures)
+            report = await recovery.publish(run, version)
+    if report is not None:
+        run.recorder.timings(report.figures)
     progress()
 
 
