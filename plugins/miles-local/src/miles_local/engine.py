@@ -23,13 +23,13 @@ from tokenizers import Tokenizer
 from miles_core.errors import EngineError, EngineLost
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
+from miles_core.requests import check_request
 from miles_core.routing.codec import Routes
 from miles_core.types import FinishReason, WeightManifest
 from miles_core.watch import progress, waiting
 from miles_local.model import LocalModel, Sampled
 from miles_local.options import LocalOptions
 from miles_local.prefix import PrefixCache
-from miles_local.requests import check_request, row_limit
 from miles_local.scheduler import Plan, Row, Scheduler
 from miles_local.stopping import ends_with_stop, load_tokenizer
 from miles_local.stream import Stream, Token
@@ -175,9 +175,10 @@ class LocalEngine:
         model = self._served()
         context = self._context.context_length or model.max_tokens
         assert context is not None
-        check_request(
-            request, vocab_size=model.vocab_size, context=context, routes=self._context.routes, where=self._name
-        )
+        own = None
+        if request.routes and not self._context.routes:
+            own = ("expert routes were asked for", "EngineContext.routes", "an engine that records none", None)
+        check_request(request, vocabulary=model.vocab_size, context=context, where=self._name, own=own)
         if request.params.stop and self._tokenizer is None:
             self._tokenizer = load_tokenizer(Path(self._context.model_path))
         order = next(self._arrivals)
@@ -188,7 +189,7 @@ class LocalEngine:
             # Without a seed of its own a request takes the engine's and its arrival number: equal runs, equal tokens.
             f"{self._context.seed}|{self._context.index}|{order}" if seed is None else str(seed),
             list(request.token_ids),
-            row_limit(request, context),
+            min(len(request.token_ids) + request.params.max_tokens, context),
         )
 
     # --- the loop -----------------------------------------------------------------------------------------------------

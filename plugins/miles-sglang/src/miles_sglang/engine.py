@@ -24,6 +24,7 @@ import torch
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
 from miles_core.kinds.transport import Receiver
+from miles_core.requests import check_request
 from miles_core.types import FinishReason, WeightManifest
 from miles_core.watch import progress, waiting
 from miles_sglang.attempt import Attempt
@@ -31,7 +32,7 @@ from miles_sglang.checkpoint import read_checkpoint
 from miles_sglang.client import ServerGone
 from miles_sglang.launch import LOADER
 from miles_sglang.options import SglangOptions
-from miles_sglang.requests import check_request, output_limit, rank_of, seed_of
+from miles_sglang.requests import output_limit, own_problem, rank_of, seed_of
 from miles_sglang.rows import Ending, Row, last_chunk
 from miles_sglang.server import Server
 from miles_sglang.staging import WeightStore
@@ -152,11 +153,15 @@ class SglangEngine:
         self._running()
         check_request(
             request,
-            checkpoint=self._checkpoint,
+            vocabulary=self._checkpoint.vocabulary,
             context=self._row_limit(),
-            routes=self._context.routes and self._checkpoint.moe_layers is not None,
-            deterministic=self._options.deterministic,
             where=self._name,
+            own=own_problem(
+                request,
+                self._checkpoint,
+                routes=self._context.routes,
+                deterministic=self._options.deterministic,
+            ),
         )
         row = Row(
             request,
