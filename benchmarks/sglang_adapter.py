@@ -8,8 +8,11 @@ measured here is the adapter's. CPU times are of this process: other work on the
 * CPU time of a request through the engine, and of the same request by a bare client that reads and drops the bytes;
   their difference is Miles' own. Wall time of the batch both ways, in turns, and the ratio: with the stub that answers
   at once nothing hides the adapter; one at the pace of a server (`--step-ms`), or the server of `--url`, decodes in
-  another process meanwhile, and what remains is what a run loses.
-* Open files and resident memory before, during and after rounds of requests that are all in flight together.
+  another process meanwhile, and what remains is what a run loses. For the pace that is told as shares of the time the
+  server needs, which is known exactly there: by how much the last answer is later, and the CPU time beyond the bare
+  client's.
+* Open files and resident memory before, during and after rounds of requests that are all in flight together, and after
+  rounds that all readers leave meanwhile.
 """
 
 from __future__ import annotations
@@ -85,8 +88,10 @@ def serve(pipe: Connection, tokens: int, interval: int) -> None:
             if pace_s:
                 return await paced(request)
             held += 1
-            await gate.wait()
-            held -= 1
+            try:
+                await gate.wait()
+            finally:
+                held -= 1
             return web.Response(body=stream, content_type="text/event-stream")
 
         async def paced(request: web.Request) -> web.StreamResponse:
@@ -159,7 +164,9 @@ async def bare(url: str, bodies: list[dict[str, Any]]) -> None:
         await asyncio.gather(*(one(http, body) for body in bodies))
 
 
-async def compare(engine: SglangEngine, url: str, model: Path, args: argparse.Namespace, rounds: int) -> None:
+async def compare(
+    engine: SglangEngine, url: str, model: Path, args: argparse.Namespace, rounds: int, server_s: float | None = None
+) -> None:
     checkpoint = read_checkpoint(model, "checkpoint")
     row = Row(request("bare", args.tokens), seed=1, limit=args.tokens, rank=None)
     body = payload(row, checkpoint=checkpoint, epoch=0, stream_interval=args.interval)
@@ -179,6 +186,10 @@ async def compare(engine: SglangEngine, url: str, model: Path, args: argparse.Na
     print(f"CPU of a request: engine {each['engine']:.2f} ms, bare {each['bare']:.2f} ms, Miles' own {own:.2f} ms")
     print(f"wall of the batch: engine {wall['engine']:.3f} s, bare {wall['bare']:.3f} s", end=", ")
     print(f"ratio {wall['engine'] / wall['bare']:.3f}", flush=True)
+    if server_s is not None:
+        late, busy = wall["engine"] - server_s, own * args.batch / 1e3
+        print(f"of the server's {server_s:.2f} s: {late / server_s:.2%} later", end=", ")
+        print(f"{busy / server_s:.2%} CPU beyond the bare client's", flush=True)
 
 
 def memory_and_files() -> tuple[float, int]:
@@ -206,6 +217,32 @@ async def in_flight(engine: SglangEngine, url: str, args: argparse.Namespace) ->
             print(f"after: {resident:.1f} MiB, {files} files", flush=True)
 
 
+async def abandoned(engine: SglangEngine, url: str, args: argparse.Namespace) -> None:
+    """Every reader leaves while its request waits at the stub."""
+
+    async def one(name: str) -> None:
+        async for _ in engine.generate(request(name, args.tokens)):
+            pass
+
+    async with aiohttp.ClientSession() as http:
+        for number in range(args.rounds):
+            await http.post(f"{url}/gate/shut")
+            tasks = [asyncio.create_task(one(f"left-{number}-{i}")) for i in range(args.in_flight)]
+            async with asyncio.timeout(300):
+                while await (await http.get(f"{url}/held")).json() < args.in_flight:  # noqa: ASYNC110 -- far away
+                    await asyncio.sleep(0.1)
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            await http.post(f"{url}/gate/open")
+            async with asyncio.timeout(300):
+                while await (await http.get(f"{url}/held")).json() > 0:  # noqa: ASYNC110
+                    await asyncio.sleep(0.1)
+            await asyncio.sleep(4)  # the aborts' connections are idle and close
+            resident, files = memory_and_files()
+            print(f"round {number + 1}, {args.in_flight} left: {resident:.1f} MiB, {files} files", flush=True)
+
+
 async def measure(url: str, model: Path, args: argparse.Namespace, *, stub: bool) -> None:
     options = SglangOptions(urls=(url,), stream_interval=args.interval, deterministic=args.deterministic)
     context = EngineContext(model_path=str(model), context_length=None, device="cpu", seed=0)
@@ -215,10 +252,11 @@ async def measure(url: str, model: Path, args: argparse.Namespace, *, stub: bool
         await compare(engine, url, model, args, rounds=10 if stub else 3)
         if stub:
             await in_flight(engine, url, args)
+            await abandoned(engine, url, args)
             async with aiohttp.ClientSession() as http:
                 await http.post(f"{url}/pace/{args.step_ms}")
             print(f"--- stub that takes {args.step_ms:g} ms for a token of each request", flush=True)
-            await compare(engine, url, model, args, rounds=3)
+            await compare(engine, url, model, args, rounds=7, server_s=args.tokens * args.step_ms / 1e3)
     finally:
         await engine.close()
 
@@ -229,7 +267,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=256)
-    parser.add_argument("--interval", type=int, default=8, help="Tokens of an event; the option's default.")
+    parser.add_argument("--interval", type=int, default=32, help="Tokens of an event; the option's default.")
     parser.add_argument("--step-ms", type=float, default=10.0)
     parser.add_argument("--in-flight", type=int, default=1000)
     parser.add_argument("--rounds", type=int, default=4)

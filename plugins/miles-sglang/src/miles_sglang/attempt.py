@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from contextlib import aclosing, suppress
 
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk
 from miles_core.types import FinishReason
 from miles_sglang.checkpoint import Checkpoint
+from miles_sglang.client import ServerGone
 from miles_sglang.rows import Piece, Row, cut_at_stop, finish_of, last_chunk, parse, payload, routes_of, stretches
 from miles_sglang.server import Server
 
 
 class Attempt:
-    """Yields a row's chunks while its server serves it.
+    """Emits a row's chunks while its server serves it.
 
     Args:
         epoch: Counts changes of the weights; one that differs from the first means that tokens must wait for the spans.
@@ -30,11 +31,14 @@ class Attempt:
         self._held = Piece([], [], {})
         self._stopped = False  # a stop token came that the server does not stop at
 
-    async def chunks(self, version: int) -> AsyncGenerator[Chunk]:
-        """Chunks, the last one with a finish reason unless the row was retracted.
+    async def run(self, version: int, emit: Callable[[Chunk], None]) -> bool:
+        """Submit the row and emit its chunks as they come.
 
         Args:
             version: Served now.
+
+        Returns:
+            True when the last chunk had a finish reason; False when the row was retracted.
 
         Raises:
             ServerGone: the server died; the row holds the tokens that are certain.
@@ -42,20 +46,32 @@ class Attempt:
         """
         row = self._row
         body = payload(row, checkpoint=self._checkpoint, epoch=self._began, stream_interval=self._interval)
-        complete = False
+        last: list[Chunk] | None = None
         try:
+            # Read to its end, a few bytes after the last event: only then is the connection there for the next one.
             async with aclosing(self._server.client.stream(body)) as events:
                 async for event in events:
                     piece = parse(event, self._where)
-                    for chunk in self._take(piece, version):
-                        yield chunk
-                    complete = piece.finish is not None
-                    if self._stopped and not complete:
+                    chunks = self._take(piece, version)
+                    if piece.finish is not None:
+                        last = chunks
+                        continue
+                    for chunk in chunks:
+                        emit(chunk)
+                    if self._stopped:
                         await self._abort(row.rid)
+        except ServerGone:
+            if last is None:
+                raise
         finally:
             rid, row.rid = row.rid, ""
-            if not complete:
+            if last is None:
                 await self._abort(rid)
+        if last is None:
+            raise EngineError("the server's stream ended without a finish reason", where=self._where)
+        for chunk in last:
+            emit(chunk)
+        return bool(last) and last[-1].finish_reason is not None
 
     def _take(self, piece: Piece, version: int) -> list[Chunk]:
         row = self._row

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Any, cast
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 import aiohttp
+import orjson
 
 from miles_core.errors import EngineError
 
 Json = Mapping[str, Any]
+
+JSON = {"Content-Type": "application/json"}
 
 KEEP_S = 2.0
 """How long an idle connection is used again. SGLang closes one after 5 s, and a request sent into it as it closes would
@@ -67,30 +70,38 @@ class Client:
         return await self._ask("POST", path, body, timeout_s)
 
     async def stream(self, body: Json) -> AsyncGenerator[dict[str, Any]]:
-        """POST /generate and yield its events, each as decoded.
+        """POST /generate and yield its events, each as decoded. Read to its end it gives its connection back.
 
         Raises:
             ServerGone: the connection broke before the end.
-            EngineError: the server refused the request, or failed while it ran.
+            EngineError: the server refused the request, failed while it ran, or wrote what is no event.
         """
+        events, ended = EventReader(self._where), False
         try:
-            async with self._http().post(f"{self.url}/generate", json=body) as response:
+            async with self._http().post(f"{self.url}/generate", data=encode(body), headers=JSON) as response:
                 if response.status != 200:
                     raise self._refused("POST", "/generate", response.status, await response.text())
-                async for event in _events(response.content):
-                    if event is None:
-                        return
-                    if "error" in event:
-                        raise self._refused("POST", "/generate", response.status, json.dumps(event["error"]))
-                    yield event
+                async for piece in response.content.iter_any():
+                    for event in events.feed(piece):
+                        if event is None:
+                            ended = True
+                        elif "error" in event:
+                            raise self._refused("POST", "/generate", response.status, json.dumps(event["error"]))
+                        else:
+                            yield event
         except (aiohttp.ClientError, OSError) as error:
-            raise self._gone("/generate", error) from error
-        raise self._gone("/generate", None)
+            if not ended:
+                raise self._gone("/generate", error) from error
+        if not ended:
+            raise self._gone("/generate", None)
 
     async def _ask(self, method: str, path: str, body: Json | None, timeout_s: float | None) -> Any:
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30)
+        data = None if body is None else encode(body)
         try:
-            async with self._http().request(method, self.url + path, json=body, timeout=timeout) as response:
+            async with self._http().request(
+                method, self.url + path, data=data, headers=JSON, timeout=timeout
+            ) as response:
                 text = await response.text()
                 if response.status != 200:
                     raise self._refused(method, path, response.status, text)
@@ -118,22 +129,51 @@ class Client:
         return ServerGone(f"the server is gone ({path})", found=found, where=self._where)
 
 
-async def _events(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, Any] | None]:
-    """Server-sent events: one JSON object after each ``data:``, None for ``[DONE]``."""
-    parts: list[bytes] = []  # of the line that has not ended; joined once, since routes make lines of tens of MiB
-    size = 0
-    async for piece in content.iter_any():
+class EventReader:
+    """Server-sent events from the bytes of a stream: one JSON object after each ``data:``, None for ``[DONE]``."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._parts: list[bytes] = []  # of the line that has not ended; joined once: routes make lines of tens of MiB
+        self._size = 0
+
+    def feed(self, piece: bytes) -> list[dict[str, Any] | None]:
+        """Events that this piece completes.
+
+        Raises:
+            EngineError: a line is no event, or too long.
+        """
         *lines, rest = piece.split(b"\n")
         if lines:
-            lines[0] = b"".join([*parts, lines[0]])
-            parts, size = [], 0
-        parts.append(rest)
-        size += len(rest)
-        if size > MAX_EVENT_BYTES:
-            raise EngineError("an event of the stream is too long", found=f"{size} bytes")
-        for line in lines:
-            if line.startswith(b"data: "):
-                yield None if line == b"data: [DONE]" else cast("dict[str, Any]", json.loads(line[6:]))
+            lines[0] = b"".join([*self._parts, lines[0]])
+            self._parts, self._size = [], 0
+        self._parts.append(rest)
+        self._size += len(rest)
+        if self._size > MAX_EVENT_BYTES:
+            raise EngineError("an event of the stream is too long", found=f"{self._size} bytes", where=self._where)
+        return [self._decode(line[6:]) for line in lines if line.startswith(b"data: ")]
+
+    def _decode(self, text: bytes) -> dict[str, Any] | None:
+        if text.rstrip() == b"[DONE]":
+            return None
+        try:
+            event = orjson.loads(text)
+        except ValueError:
+            event = None
+        if not isinstance(event, dict):
+            raise EngineError(
+                "the server's stream cannot be read",
+                expected="JSON objects, as SGLang writes them",
+                found=repr(text[:200]),
+                where=self._where,
+                do="look for a proxy in between, or another program at this address",
+            )
+        return event
+
+
+def encode(body: Json) -> bytes:
+    """A request's JSON; several times as fast as the standard library's on thousands of token ids."""
+    return orjson.dumps(body)
 
 
 def _message(text: str) -> str:

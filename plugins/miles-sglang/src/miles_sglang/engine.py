@@ -13,8 +13,7 @@ import asyncio
 import itertools
 import json
 import tempfile
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -175,8 +174,11 @@ class SglangEngine:
         task = asyncio.create_task(self._drive(row, news), name=f"{self._name}: {request.request_id}")
         try:
             while True:
-                with waiting(f"request {request.request_id}", on=self._name):
-                    item = await news.get()
+                if news.empty():
+                    with waiting(f"request {request.request_id}", on=self._name):
+                        item = await news.get()
+                else:
+                    item = news.get_nowait()
                 if isinstance(item, Exception):
                     raise item
                 self._running()
@@ -191,38 +193,34 @@ class SglangEngine:
             await asyncio.gather(task, return_exceptions=True)
 
     async def _drive(self, row: Row, news: asyncio.Queue[Chunk | Exception]) -> None:
+        def emit(chunk: Chunk) -> None:
+            news.put_nowait(chunk)
+            progress()
+
         try:
-            async with aclosing(self._chunks(row)) as chunks:
-                async for chunk in chunks:
-                    news.put_nowait(chunk)
-                    progress()
+            await self._sample(row, emit)
         except Exception as error:  # noqa: BLE001 -- named boundary: whoever reads the request raises it
             news.put_nowait(error)
 
-    async def _chunks(self, row: Row) -> AsyncGenerator[Chunk]:
-        """Chunks of all attempts a row takes, to the one with the finish reason."""
+    async def _sample(self, row: Row, emit: Callable[[Chunk], None]) -> None:
+        """Emit the chunks of all attempts a row takes, to the one with the finish reason."""
         while True:
             await self._open.wait()
             server = self._running()
             if server.failure is not None:
                 raise server.failure
             if row.ending == "abort":
-                yield last_chunk(self._version, FinishReason.ABORT, row)
-                return
+                return emit(last_chunk(self._version, FinishReason.ABORT, row))
             if len(row.ids) >= row.limit:
-                yield last_chunk(self._version, FinishReason.LENGTH, row)
-                return
+                return emit(last_chunk(self._version, FinishReason.LENGTH, row))
             generation = server.generation
             row.rid = f"{self._name}/{next(self._rids)}/{row.request.request_id}"
             attempt = Attempt(
                 row, server, self._checkpoint, lambda: self._epoch, self._options.stream_interval, self._name
             )
             try:
-                async with aclosing(attempt.chunks(self._version)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-                        if chunk.finish_reason is not None:
-                            return
+                if await attempt.run(self._version, emit):
+                    return
             except ServerGone:
                 self._running()
                 await server.revive(generation)

@@ -46,7 +46,7 @@ def payload(row: Row, *, checkpoint: Checkpoint, epoch: int, stream_interval: in
     params = row.request.params
     body: dict[str, Any] = {
         "rid": row.rid,
-        "input_ids": [*row.request.token_ids, *row.ids],
+        "input_ids": list(row.request.token_ids) + row.ids,
         "sampling_params": {
             "max_new_tokens": row.limit - len(row.ids),
             "temperature": params.temperature,
@@ -97,21 +97,31 @@ def parse(event: dict[str, Any], where: str) -> Piece:
     """Read an event.
 
     Raises:
-        EngineError: ids and log-probs do not belong together, or a log-prob is not finite.
+        EngineError: it has not the form of one, ids and log-probs do not belong together, or a log-prob is not finite.
     """
-    ids, meta = event.get("output_ids", []), event["meta_info"]
-    entries = meta.get("output_token_logprobs", [])
-    if [entry[1] for entry in entries] != ids:
+    try:
+        ids, meta = event.get("output_ids") or [], event["meta_info"]
+        entries = meta.get("output_token_logprobs") or []
+        logprobs = [entry[0] for entry in entries]
+        named = [entry[1] for entry in entries]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise EngineError(
+            "an event of the server has not the form of one",
+            expected="output_ids, and meta_info with output_token_logprobs",
+            found=repr(event)[:300],
+            where=where,
+        ) from error
+    if named != ids:
         raise EngineError(
             "the server's log-probs are not those of its tokens",
             expected=f"{len(ids)} entries for ids {ids[:8]}",
-            found=f"{len(entries)} entries for ids {[entry[1] for entry in entries][:8]}",
+            found=f"{len(entries)} entries for ids {named[:8]}",
             where=where,
             do="start the server with --incremental-streaming-output",
         )
-    logprobs = [float(entry[0]) for entry in entries]
-    if not all(map(math.isfinite, logprobs)):
-        at = next(i for i, value in enumerate(logprobs) if not math.isfinite(value))
+    # The server writes null for what is not finite, since JSON has no word for it.
+    if None in logprobs or not all(map(math.isfinite, logprobs)):
+        at = next(i for i, value in enumerate(logprobs) if value is None or not math.isfinite(value))
         raise EngineError(
             "the model's logits are not finite",
             expected="finite log-probs",
@@ -119,8 +129,9 @@ def parse(event: dict[str, Any], where: str) -> Piece:
             where=where,
             do="look at the last training steps: the published weights have diverged",
         )
-    # A log-softmax rounds to -0.0 or slightly above 0 where one token has all the mass.
-    return Piece(ids, [min(value, 0.0) for value in logprobs], meta)
+    if logprobs and max(logprobs) > 0.0:  # a log-softmax rounds to slightly above 0 where one token has all the mass
+        logprobs = [min(value, 0.0) for value in logprobs]
+    return Piece(ids, logprobs, meta)
 
 
 def cut_at_stop(piece: Piece, stop_token_ids: Sequence[int]) -> bool:
