@@ -30,7 +30,7 @@ from miles_sglang.dialect import Dialect
 from miles_sglang.engine import SglangEngine
 from miles_sglang.options import SglangOptions
 from miles_sglang.server import Server
-from miles_sglang.settings import problems
+from miles_sglang.settings import fit_problems, sampling_problems
 
 
 def _exchanges() -> Any:
@@ -134,12 +134,13 @@ def test_a_recorded_refusal_is_told_in_the_servers_words(checkpoint: Checkpoint)
         asyncio.run(_chunks("refused", checkpoint, []))
 
 
-def test_recorded_settings_are_those_of_a_server_for_this_run(model: Path, checkpoint: Checkpoint) -> None:
+def test_recorded_settings_are_those_of_a_server_for_this_run(model: Path) -> None:
     info = ex.load("server_info")["answer"]
     context = EngineContext(model_path=str(model), context_length=None, device="cpu", seed=0)
     fitting = SglangOptions(dtype="float32", deterministic=True)
-    assert list(problems(info, fitting, context, checkpoint, CONTEXT)) == []
-    assert len(list(problems(info, SglangOptions(dtype="bfloat16"), context, checkpoint, CONTEXT))) == 2
+    wrong = SglangOptions(dtype="bfloat16")
+    assert [*fit_problems(info, fitting, CONTEXT), *sampling_problems(info, fitting, context)] == []
+    assert len([*fit_problems(info, wrong, CONTEXT), *sampling_problems(info, wrong, context)]) == 2
     assert str(Dialect.of(info["version"], "recorded").version) == ex.load("server_info")["sglang"]
 
 

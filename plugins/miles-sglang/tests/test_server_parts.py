@@ -26,7 +26,7 @@ from miles_sglang.dialect import Dialect
 from miles_sglang.launch import SERVERSIDE, command, environment
 from miles_sglang.options import ServerOptions, SglangOptions
 from miles_sglang.process import ServerProcess
-from miles_sglang.settings import check_settings, problems
+from miles_sglang.settings import check_settings, fit_problems, sampling_problems
 from miles_sglang.staging import WeightStore
 
 GOOD = {
@@ -82,8 +82,8 @@ class TestCommand:
 
 
 class TestSettings:
-    def test_a_server_started_for_the_run_has_no_problem(self, model: Path, checkpoint: Checkpoint) -> None:
-        check_settings(GOOD, SglangOptions(dtype="float32"), context(model, routes=True), checkpoint, 96, "engine 0")
+    def test_a_server_started_for_the_run_has_no_problem(self, model: Path) -> None:
+        check_settings(GOOD, SglangOptions(dtype="float32"), context(model, routes=True), 96, "engine 0")
 
     @pytest.mark.parametrize(
         ("wrong", "flag"),
@@ -102,17 +102,17 @@ class TestSettings:
             ({"disaggregation_mode": "prefill"}, "--disaggregation-mode"),
         ],
     )
-    def test_each_wrong_setting_is_named_with_its_flag(
-        self, model: Path, checkpoint: Checkpoint, wrong: dict[str, Any], flag: str
-    ) -> None:
+    def test_each_wrong_setting_is_named_with_its_flag(self, model: Path, wrong: dict[str, Any], flag: str) -> None:
         options = SglangOptions(dtype="float32")
-        (found,) = problems({**GOOD, **wrong}, options, context(model, routes=True), checkpoint, 96)
-        assert flag in found
+        info = {**GOOD, **wrong}
+        found = [*fit_problems(info, options, 96), *sampling_problems(info, options, context(model, routes=True))]
+        assert len(found) == 1
+        assert flag in found[0]
 
-    def test_all_are_reported_at_once(self, model: Path, checkpoint: Checkpoint) -> None:
+    def test_all_are_reported_at_once(self, model: Path) -> None:
         wrong = {**GOOD, "tp_size": 2, "context_length": 1}
         with pytest.raises(EngineError, match="2 settings of the server"):
-            check_settings(wrong, SglangOptions(dtype="float32"), context(model), checkpoint, 96, "engine 0")
+            check_settings(wrong, SglangOptions(dtype="float32"), context(model), 96, "engine 0")
 
 
 class TestDialect:

@@ -18,14 +18,24 @@ class Attempt:
     """Emits a row's chunks while its server serves it.
 
     Args:
+        adapter: Name of the LoRA adapter to sample through.
         epoch: Counts changes of the weights; one that differs from the first means that tokens must wait for the spans.
     """
 
     def __init__(
-        self, row: Row, server: Server, checkpoint: Checkpoint, epoch: Callable[[], int], interval: int, where: str
+        self,
+        row: Row,
+        server: Server,
+        checkpoint: Checkpoint,
+        epoch: Callable[[], int],
+        interval: int,
+        where: str,
+        *,
+        adapter: str | None = None,
     ) -> None:
         self._row, self._server, self._checkpoint = row, server, checkpoint
         self._epoch, self._interval, self._where = epoch, interval, where
+        self._adapter = adapter
         self._began = epoch()
         self._prior = len(row.ids)
         self._held = Piece([], [], {})
@@ -46,6 +56,8 @@ class Attempt:
         """
         row = self._row
         body = payload(row, checkpoint=self._checkpoint, epoch=self._began, stream_interval=self._interval)
+        if self._adapter is not None:
+            body["lora_path"] = self._adapter  # the name it was loaded under, whatever the key says
         last: list[Chunk] | None = None
         try:
             # Read to its end, a few bytes after the last event: only then is the connection there for the next one.

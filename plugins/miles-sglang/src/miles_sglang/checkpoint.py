@@ -26,6 +26,8 @@ ROUNDED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     path: Path
+    architectures: tuple[str, ...]
+    """As config.json names them; empty where it does not."""
     forms: dict[str, Form]
     """Every tensor of a published version, in the precision the server computes in."""
     vocabulary: int
@@ -62,6 +64,7 @@ def read_checkpoint(path: Path, dtype: str) -> Checkpoint:
         )
     return Checkpoint(
         path=path,
+        architectures=tuple(config.get("architectures") or ()),
         forms={name: Form(_served(TORCH_DTYPES[stored], dtype), shape) for name, (stored, shape) in headers.items()},
         vocabulary=folder.vocabulary,
         layers=folder.layers,
@@ -69,6 +72,36 @@ def read_checkpoint(path: Path, dtype: str) -> Checkpoint:
         moe_layers=_moe_layers(headers, folder.layers) if folder.experts else None,
         stops=_stops(path, config),
     )
+
+
+def row_limit(wanted: int | None, checkpoint: Checkpoint, where: str, key: str) -> int:
+    """Tokens of a row at most: what is wanted, else what the checkpoint was made for.
+
+    Args:
+        key: That says what is wanted.
+
+    Raises:
+        EngineError: nobody says, or more is wanted than the checkpoint was made for.
+    """
+    limit = checkpoint.context_length
+    found = wanted or limit
+    if found is None:
+        raise EngineError(
+            "nobody says how long the context is",
+            expected="max_position_embeddings in config.json, or context_length",
+            found="neither",
+            where=where,
+            do=f"set {key}",
+        )
+    if limit is not None and found > limit:
+        raise EngineError(
+            "the context length is longer than the checkpoint was made for",
+            expected=f"at most {limit} tokens (max_position_embeddings)",
+            found=f"context_length {found}",
+            where=where,
+            do=f"lower {key}",
+        )
+    return found
 
 
 def _served(stored: torch.dtype, wanted: str) -> torch.dtype:

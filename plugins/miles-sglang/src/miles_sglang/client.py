@@ -182,7 +182,7 @@ def _message(text: str) -> str:
         body = json.loads(text)
     except ValueError:
         return text[:500]
-    for key in ("message", "error", "detail"):
+    for key in ("message", "error", "detail", "error_message"):
         found = body.get(key) if isinstance(body, dict) else None
         if isinstance(found, dict):
             found = found.get("message", found)

@@ -11,14 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
-import tempfile
 from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from contextlib import suppress
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest, PauseMode
@@ -26,16 +23,18 @@ from miles_core.kinds.transport import Receiver
 from miles_core.requests import check_request
 from miles_core.types import FinishReason, WeightManifest
 from miles_core.watch import progress, waiting
+from miles_sglang.adapter import load, read_adapter, unload
 from miles_sglang.attempt import Attempt
-from miles_sglang.checkpoint import read_checkpoint
+from miles_sglang.checkpoint import read_checkpoint, row_limit
 from miles_sglang.client import ServerGone
-from miles_sglang.launch import LOADER
 from miles_sglang.options import SglangOptions
 from miles_sglang.requests import output_limit, own_problem, rank_of, seed_of
 from miles_sglang.rows import Ending, Row, last_chunk
+from miles_sglang.served import inside
 from miles_sglang.server import Server
+from miles_sglang.settings import check_model, check_settings
 from miles_sglang.staging import WeightStore
-from miles_sglang.updates import DiskUpdate, TensorUpdate, Update, checked, pack, session
+from miles_sglang.updates import DiskUpdate, make_update
 
 ABORT_AGAIN_S = 0.05
 """An abort that overtakes its request finds nothing; it is sent until the request has ended."""
@@ -68,16 +67,22 @@ class SglangEngine:
         self._checkpoint = read_checkpoint(Path(context.model_path), options.dtype)
         self._store = WeightStore(self._checkpoint, options.staging_dir, self._name)
         self._update = make_update(options)
+        self._adapter = read_adapter(Path(options.adapter)) if options.adapter else None
+        self._adapter_name: str | None = None
+        self._limit = row_limit(context.context_length, self._checkpoint, self._name, "model.context_length")
         self._server = Server(
             options,
             context,
-            self._checkpoint,
-            context_length=self._row_limit(),
+            context_length=self._limit,
+            stream_interval=options.stream_interval,
             url=self._url(),
-            store=self._store,
-            update=self._update,
-            where=self._name,
+            check=self._check,
+            restore=self._restore,
             on_up=self._after_revival,
+            scratch=[self._store.root],
+            where=self._name,
+            log_name=f"engine-{context.index}",
+            adapter=self._adapter,
         )
 
     def _url(self) -> str | None:
@@ -91,25 +96,22 @@ class SglangEngine:
             )
         return urls[self._context.index] if urls else None
 
-    def _row_limit(self) -> int:
-        wanted, limit = self._context.context_length, self._checkpoint.context_length
-        if wanted is None and limit is None:
-            raise self._error(
-                "nobody says how long the context is",
-                expected="max_position_embeddings in config.json, or context_length",
-                found="neither",
-                do="set model.context_length",
-            )
-        if wanted is not None and limit is not None and wanted > limit:
-            raise self._error(
-                "the context length is longer than the checkpoint was made for",
-                expected=f"at most {limit} tokens (max_position_embeddings)",
-                found=f"context_length {wanted}",
-                do="lower model.context_length",
-            )
-        found = wanted or limit
-        assert found is not None
-        return found
+    def _check(self, info: Mapping[str, Any]) -> None:
+        check_settings(info, self._options, self._context, self._limit, self._name)
+        self._adapter_name = None  # a server that was started has none loaded
+
+    async def _restore(self) -> None:
+        """Load the version that must be served, where the server does not have it."""
+        server, served = self._server, self._store.served
+        if served is not None:
+            await self._update.push(server.client, server.dialect, served, self._version, flush=True)
+        elif server.attached:
+            await check_model(server.client, self._checkpoint, self._name)
+            # Nobody knows what an attached server holds, nor whether an earlier run left it paused.
+            await server.client.post("/continue_generation", {})
+            await DiskUpdate().push(server.client, server.dialect, self._checkpoint.path, self._version, flush=True)
+        if self._adapter is not None:
+            self._adapter_name = await load(server.client, self._adapter)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -134,6 +136,10 @@ class SglangEngine:
         if self._receiver is not None:
             await asyncio.to_thread(self._receiver.close)
         await self._update.close(None)
+        if self._server.attached:
+            with suppress(EngineError):  # it goes on without us, if it goes on
+                await self._server.client.post("/abort_request", {"abort_all": True}, timeout_s=10)
+                await self._server.client.post("/continue_generation", {}, timeout_s=10)
         await self._server.close()
         await asyncio.to_thread(self._store.close)
 
@@ -153,7 +159,7 @@ class SglangEngine:
         check_request(
             request,
             vocabulary=self._checkpoint.vocabulary,
-            context=self._row_limit(),
+            context=self._limit,
             where=self._name,
             own=own_problem(
                 request,
@@ -165,7 +171,7 @@ class SglangEngine:
         row = Row(
             request,
             seed_of(request, self._context.seed, self._context.index, next(self._arrivals)),
-            output_limit(request, self._row_limit()),
+            output_limit(request, self._limit),
             rank_of(request.session_id, self._options.data_parallel),
         )
         # A task of its own: pauses end attempts whether or not anybody reads their chunks at that moment.
@@ -216,7 +222,13 @@ class SglangEngine:
             generation = server.generation
             row.rid = f"{self._name}/{next(self._rids)}/{row.request.request_id}"
             attempt = Attempt(
-                row, server, self._checkpoint, lambda: self._epoch, self._options.stream_interval, self._name
+                row,
+                server,
+                self._checkpoint,
+                lambda: self._epoch,
+                self._options.stream_interval,
+                self._name,
+                adapter=self._adapter_name,
             )
             try:
                 if await attempt.run(self._version, emit):
@@ -282,9 +294,31 @@ class SglangEngine:
         if self._server.failure is not None:
             self._open.set()
 
+    async def use_adapter(self, folder: str | None) -> None:
+        """Sample through another LoRA adapter, or through none, from the next submission on.
+
+        Raises:
+            EngineError: the folder holds none, or the server was not started for it (`engine.adapter`).
+        """
+        server = self._running()
+        adapter = None if folder is None else read_adapter(Path(folder))
+        async with self._updating:
+            name = None if adapter is None else await load(server.client, adapter)
+            self._epoch += 1
+            before, self._adapter_name, self._adapter = self._adapter_name, name, adapter
+            if before is not None:
+                await unload(server.client, before)
+
     # --- weights ------------------------------------------------------------------------------------------------------
 
     async def open_receiver(self, make: Callable[[], Receiver]) -> None:
+        if self._options.adapter is not None:
+            raise self._error(
+                "weights cannot be published under a LoRA adapter",
+                expected="a run without one: the trainer would not know of it, and log-probs would not agree",
+                found=f"engine.adapter {self._options.adapter}",
+                do="use engine.adapter with `miles serve`, or merge it into the checkpoint",
+            )
         before, self._receiver = self._receiver, None
         if before is not None:
             before.close()
@@ -335,7 +369,7 @@ class SglangEngine:
                     where=self._name,
                     do=f"the server was reloaded and serves version {self._version} again; read its log",
                 ) from error
-            self._version = server.version = version
+            self._version = version
             await asyncio.to_thread(self._store.commit)
 
     async def version(self) -> int:
@@ -352,25 +386,11 @@ class SglangEngine:
         return found
 
     async def _inside(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Have the plugin's code run inside the server, over its own weights."""
         server = self._running()
         if self._options.tensor_parallel > 1:
-            raise self._error("a rank holds slices only", expected="engine.tensor_parallel: 1", found="several ranks")
-        shapes = {name: list(form.shape) for name, form in self._checkpoint.forms.items()}
-        with tempfile.TemporaryDirectory(dir=self._store.root.parent) as folder:
-            answer = Path(folder) / "answer.json"
-            text = json.dumps({**request, "shapes": shapes, "answer": str(answer)})
-            body = {
-                "serialized_named_tensors": [pack([(text, torch.zeros(1))])],
-                "load_format": LOADER,
-                "flush_cache": False,
-            }
-            async with self._updating, session(server.client, server.dialect):
-                await checked(server.client, "/update_weights_from_tensor", body)
-            found: dict[str, Any] = json.loads(answer.read_text())
-        if "error" in found:
-            raise self._error("the served weights cannot be read", expected="a known layout", found=str(found["error"]))
-        return found
+            raise self._error("a rank holds slices only", expected="tensor_parallel: 1", found="several ranks")
+        async with self._updating:
+            return await inside(server, self._checkpoint, request, shared=self._store.root.parent, where=self._name)
 
     async def stats(self) -> Mapping[str, float]:
         """Gauges and counts since the start: requests at the server and waiting, tokens sampled and reused, requests
@@ -382,14 +402,3 @@ class SglangEngine:
             **{name: float(count) for name, count in self._counts.items()},
             "server_starts": float(self._server.generation),
         }
-
-
-def make_update(options: SglangOptions) -> Update:
-    """The way weights enter the server."""
-    if options.update == "tensor":
-        return TensorUpdate(options.tensor_parallel)
-    if options.update == "distributed":
-        from miles_sglang.group import GroupUpdate
-
-        return GroupUpdate(options.tensor_parallel * options.data_parallel, options.backend)
-    return DiskUpdate()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from miles_core.kinds.engine import EngineContext
+from miles_sglang.adapter import Adapter
 from miles_sglang.options import ServerOptions
 
 SPARE_TOKENS = 8
@@ -25,12 +26,14 @@ def command(
     port: int,
     version: int,
     stream_interval: int,
+    adapter: Adapter | None = None,
 ) -> list[str]:
     """Arguments of the server's process.
 
     Args:
         context_length: Tokens of a row at most.
         version: Of the weights it starts with.
+        adapter: Room is made for it, and for others of its rank and modules; it is loaded later.
     """
     device, _, first_gpu = context.device.partition(":")
     flags: dict[str, object] = {
@@ -51,6 +54,8 @@ def command(
         "enable_deterministic_inference": options.deterministic,
         "enable_return_routed_experts": context.routes,
     }
+    if adapter is not None:
+        flags |= {"enable_lora": True, "max_lora_rank": adapter.rank}
     if first_gpu:
         flags["base_gpu_id"] = int(first_gpu)
     if options.memory_fraction is not None:
@@ -65,6 +70,8 @@ def command(
             argv.append(flag)
         elif value is not False:
             argv.append(f"{flag}={value}")
+    if adapter is not None:
+        argv += ["--lora-target-modules", *adapter.modules]
     return argv
 
 

@@ -1,4 +1,4 @@
-"""Options of engine `sglang`."""
+"""Options of engine and teacher `sglang`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ class ServerOptions(BaseModel):
     deterministic: bool = False
     """SGLang's deterministic mode: a request's seed decides its tokens. Slower, and without min-p."""
     log_dir: str | None = None
-    """Folder of the servers' logs, one file each; null is the run's `logs`, or none outside a run."""
+    """Folder of the servers' logs, one file each; null is the run's `logs` for engines, and none for teachers and
+    outside a run."""
     start_timeout_s: PositiveFloat = 900.0
     """How long a server may take to become ready; kernels may be compiled at the first start."""
     health_interval_s: PositiveFloat = 30.0
@@ -63,6 +64,9 @@ class SglangOptions(ServerOptions):
     way. Clients of `miles serve` that watch tokens come want fewer."""
     update: Literal["disk", "tensor", "distributed"] = "disk"
     """How staged weights enter the server: from files it reads, in the request itself, or broadcast to its ranks."""
+    adapter: str | None = None
+    """Folder of a LoRA adapter, as PEFT writes it, that every request is sampled through; for `miles serve`. Trainers
+    have none, so weights cannot be published under it."""
     staging_dir: str | None = None
     """Where versions are staged; null is shared memory, else the temporary folder. With attached servers on another
     host and `update: disk`, a folder both hosts see. Holds up to two versions."""
@@ -70,11 +74,26 @@ class SglangOptions(ServerOptions):
     """Library of `update: distributed`; nccl needs GPUs that are not shared with the engine's process."""
 
 
+class TeacherOptions(ServerOptions):
+    """Which model scores, and where it is served."""
+
+    model: str
+    """Folder of the teacher's checkpoint, in the form of Hugging Face."""
+    url: str | None = None
+    """A server that runs already and serves that model, such as `http://host:30000`; null starts one. Nothing is loaded
+    into it, so runs may share it."""
+    device: str = "cuda:0"
+    """Device of a server that is started: `cpu`, or the first of its GPUs."""
+    context_length: PositiveInt | None = None
+    """Tokens of a row at most; null is the checkpoint's own limit."""
+
+
 RESERVED = frozenset(
     {
         "model_path", "host", "port", "device", "dtype", "tp", "tp_size", "tensor_parallel_size", "dp", "dp_size",
         "data_parallel_size", "context_length", "weight_version", "custom_weight_loader", "random_seed",
         "incremental_streaming_output", "skip_server_warmup", "enable_return_routed_experts", "stream_interval",
+        "enable_lora", "max_lora_rank", "lora_target_modules",
         "enable_deterministic_inference", "mem_fraction_static", "max_running_requests", "base_gpu_id",
     }
 )  # fmt: skip

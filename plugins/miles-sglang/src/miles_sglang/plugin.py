@@ -29,3 +29,15 @@ def miles_engines() -> list[Capability]:
             ),
         )
     ]
+
+
+@hookimpl
+def miles_teachers() -> list[Capability]:
+    return [
+        Capability(
+            name="sglang",
+            summary="scores rows on an SGLang server, started by Miles or attached",
+            load="miles_sglang.teacher:SglangTeacher",
+            options="miles_sglang.options:TeacherOptions",
+        )
+    ]

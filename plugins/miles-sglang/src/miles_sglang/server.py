@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,12 @@ from typing import Any
 from miles_core.errors import EngineError, MilesError
 from miles_core.kinds.engine import EngineContext
 from miles_core.watch import waiting
-from miles_sglang.checkpoint import Checkpoint
+from miles_sglang.adapter import Adapter
 from miles_sglang.client import Client, ServerGone
 from miles_sglang.dialect import Dialect
 from miles_sglang.launch import command, environment
-from miles_sglang.options import SglangOptions
+from miles_sglang.options import ServerOptions
 from miles_sglang.process import ServerProcess, free_port
-from miles_sglang.settings import check_settings
-from miles_sglang.staging import WeightStore
-from miles_sglang.updates import DiskUpdate, Update
 
 log = logging.getLogger(__name__)
 
@@ -42,27 +38,37 @@ class Server:
     """One server of one engine.
 
     Args:
+        context_length: Tokens of a row at most.
+        stream_interval: Tokens of one message.
         url: Of a server to attach to; None starts one.
-        store: Holds the weights that a new start must load.
+        check: Called with what GET /server_info tells; raises `EngineError` for a server that does not fit.
+        restore: Called after each start: makes the server serve what it must.
         on_up: Called after each revival, before requests are taken.
+        scratch: Folders to remove should this process vanish.
+        adapter: One the server must have room for.
+        log_name: Of the log file, without its ending.
     """
 
     def __init__(
         self,
-        options: SglangOptions,
+        options: ServerOptions,
         context: EngineContext,
-        checkpoint: Checkpoint,
         *,
         context_length: int,
+        stream_interval: int,
         url: str | None,
-        store: WeightStore,
-        update: Update,
-        where: str,
+        check: Callable[[Mapping[str, Any]], None],
+        restore: Callable[[], Awaitable[None]],
         on_up: Callable[[], None],
+        scratch: Sequence[Path],
+        where: str,
+        log_name: str,
+        adapter: Adapter | None = None,
     ) -> None:
-        self._options, self._context, self._checkpoint = options, context, checkpoint
-        self._context_length, self._url, self._store, self._update = context_length, url, store, update
-        self._where, self._on_up = where, on_up
+        self._options, self._context, self._context_length = options, context, context_length
+        self._stream_interval, self._url, self._scratch = stream_interval, url, scratch
+        self._check, self._restore, self._on_up = check, restore, on_up
+        self._where, self._log_name, self._adapter = where, log_name, adapter
         self._process: ServerProcess | None = None
         self._client: Client | None = None
         self._dialect: Dialect | None = None
@@ -74,8 +80,6 @@ class Server:
         self.failure: EngineError | None = None
         self.generation = 0
         """Counts starts; a request that failed under an older one need not report its server again."""
-        self.version = -1
-        """Of the weights the server must serve."""
         self.idle_checks = True
         """Off while the server is paused: its health check would wait for a token."""
 
@@ -92,12 +96,16 @@ class Server:
         return self._dialect
 
     @property
+    def attached(self) -> bool:
+        return self._url is not None
+
+    @property
     def process(self) -> ServerProcess | None:
         """None for an attached server."""
         return self._process
 
     async def start(self) -> None:
-        """Start or attach, check what is there, load the weights it must serve.
+        """Start or attach, check what is there, restore what it must serve.
 
         Raises:
             EngineError: it did not start in time, is too old, or has settings that cannot work.
@@ -115,22 +123,12 @@ class Server:
             self._told = True
             for remark in self._dialect.remarks():
                 log.warning("%s: sglang %s: %s", self._where, self._dialect.version, remark)
-        check_settings(info, self._options, self._context, self._checkpoint, self._context_length, self._where)
-        await self.restore()
+        self._check(info)
+        await self._restore()
         self.generation += 1
         self.health = Health.UP
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_over(), name=f"{self._where}: health")
-
-    async def restore(self) -> None:
-        """Load the version that must be served, where the server does not have it."""
-        served = self._store.served
-        if served is not None:
-            await self._update.push(self.client, self.dialect, served, self.version, flush=True)
-        elif self._url is not None:
-            # Nobody knows what an attached server holds, nor whether an earlier run left it paused.
-            await self.client.post("/continue_generation", {})
-            await DiskUpdate().push(self.client, self.dialect, self._checkpoint.path, self.version, flush=True)
 
     async def revive(self, generation: int) -> None:
         """Bring a server that failed back, unless somebody did since `generation`.
@@ -176,10 +174,6 @@ class Server:
         await self.client.get("/server_info", timeout_s=60)
 
     async def close(self) -> None:
-        if self._url is not None and self._client is not None:
-            with suppress(EngineError):  # an attached server goes on without us, if it goes on
-                await self._client.post("/abort_request", {"abort_all": True}, timeout_s=10)
-                await self._client.post("/continue_generation", {}, timeout_s=10)
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.cancel()
@@ -195,9 +189,10 @@ class Server:
             context_length=self._context_length,
             port=port,
             version=-1,
-            stream_interval=self._options.stream_interval,
+            stream_interval=self._stream_interval,
+            adapter=self._adapter,
         )
-        self._process = ServerProcess(argv, environment(self._options), self._log_file(), [self._store.root])
+        self._process = ServerProcess(argv, environment(self._options), self._log_file(), self._scratch)
         self._client = Client(f"http://127.0.0.1:{port}", self._where)
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
@@ -235,7 +230,7 @@ class Server:
             return None
         path = Path(folder)
         path.mkdir(parents=True, exist_ok=True)
-        return path / f"engine-{self._context.index}.log"
+        return path / f"{self._log_name}.log"
 
     async def _watch_over(self) -> None:
         """Bring the server back when its process ends or its health check fails, whether or not anybody asks for it."""

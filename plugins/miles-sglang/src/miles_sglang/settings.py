@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import EngineContext
 from miles_sglang.checkpoint import Checkpoint
+from miles_sglang.client import Client
 from miles_sglang.launch import SPARE_TOKENS
-from miles_sglang.options import SglangOptions
+from miles_sglang.options import ServerOptions
 
 
 def check_settings(
-    info: Mapping[str, Any],
-    options: SglangOptions,
-    context: EngineContext,
-    checkpoint: Checkpoint,
-    context_length: int,
-    where: str,
+    info: Mapping[str, Any], options: ServerOptions, context: EngineContext, context_length: int, where: str
 ) -> None:
-    """Compare GET /server_info with what the run needs.
+    """Compare GET /server_info with what an engine needs.
 
     Raises:
         EngineError: naming every setting that cannot work, with the flag that mends it.
     """
-    found = list(problems(info, options, context, checkpoint, context_length))
+    refuse([*fit_problems(info, options, context_length), *sampling_problems(info, options, context)], where)
+
+
+def refuse(found: Sequence[str], where: str) -> None:
+    """Raises:
+    EngineError: there are problems.
+    """
     if found:
         raise EngineError(
             f"{len(found)} settings of the server do not fit this run",
@@ -36,21 +38,27 @@ def check_settings(
         )
 
 
-def problems(
-    info: Mapping[str, Any],
-    options: SglangOptions,
-    context: EngineContext,
-    checkpoint: Checkpoint,
-    context_length: int,
-) -> Iterator[str]:
-    """One sentence for each setting that cannot work."""
-    if not info.get("incremental_streaming_output"):
-        yield "replies repeat all earlier tokens: --incremental-streaming-output"
-    if context.routes and not info.get("enable_return_routed_experts"):
-        yield "routes are on and the server records none: --enable-return-routed-experts"
-    if bool(info.get("enable_deterministic_inference")) != options.deterministic:
-        wanted = "with" if options.deterministic else "without"
-        yield f"engine.deterministic is {str(options.deterministic).lower()}: {wanted} --enable-deterministic-inference"
+async def check_model(client: Client, checkpoint: Checkpoint, where: str) -> None:
+    """Compare what an attached server says of its model with the checkpoint: weights of another architecture would end
+    it, and scores of another model mean nothing.
+
+    Raises:
+        EngineError: it serves another architecture.
+    """
+    info = await client.get("/model_info", timeout_s=60)
+    served = info.get("architectures") if isinstance(info, dict) else None
+    if served and checkpoint.architectures and list(served) != list(checkpoint.architectures):
+        raise EngineError(
+            "the server serves another model",
+            expected=f"{', '.join(checkpoint.architectures)}, as in {checkpoint.path}",
+            found=f"{', '.join(served)} from {info.get('model_path')}",
+            where=where,
+            do="attach to a server of this checkpoint, or name the one it serves",
+        )
+
+
+def fit_problems(info: Mapping[str, Any], options: ServerOptions, context_length: int) -> Iterator[str]:
+    """One sentence for each setting under which the server cannot hold this run's model and rows."""
     for name, wanted_size in (("tp_size", options.tensor_parallel), ("dp_size", options.data_parallel)):
         if info.get(name) not in (None, wanted_size):
             yield f"{name} is {info[name]}, the run-file says {wanted_size}: --{name.replace('_', '-')}={wanted_size}"
@@ -63,6 +71,19 @@ def problems(
     dtype = info.get("dtype")
     if options.dtype != "checkpoint" and dtype not in (None, options.dtype):
         yield f"dtype is {dtype}, the run-file says {options.dtype}: --dtype={options.dtype}"
+    if info.get("disaggregation_mode") not in (None, "null"):
+        yield "prefill and decode are separate servers: without --disaggregation-mode"
+
+
+def sampling_problems(info: Mapping[str, Any], options: ServerOptions, context: EngineContext) -> Iterator[str]:
+    """One sentence for each setting under which samples, or what is told of them, are not the run's."""
+    if not info.get("incremental_streaming_output"):
+        yield "replies repeat all earlier tokens: --incremental-streaming-output"
+    if context.routes and not info.get("enable_return_routed_experts"):
+        yield "routes are on and the server records none: --enable-return-routed-experts"
+    if bool(info.get("enable_deterministic_inference")) != options.deterministic:
+        wanted = "with" if options.deterministic else "without"
+        yield f"engine.deterministic is {str(options.deterministic).lower()}: {wanted} --enable-deterministic-inference"
     if info.get("skip_tokenizer_init"):
         yield "without a tokenizer there are no stop strings: without --skip-tokenizer-init"
     if info.get("speculative_algorithm"):
@@ -71,5 +92,3 @@ def problems(
         yield f"weights are quantised ({info['quantization']}): without --quantization"
     if info.get("preferred_sampling_params"):
         yield "the server alters sampling: without --preferred-sampling-params"
-    if info.get("disaggregation_mode") not in (None, "null"):
-        yield "prefill and decode are separate servers: without --disaggregation-mode"

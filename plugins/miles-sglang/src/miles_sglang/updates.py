@@ -21,6 +21,7 @@ from torch import Tensor
 from miles_core.errors import EngineError
 from miles_sglang.client import Client
 from miles_sglang.dialect import Dialect
+from miles_sglang.options import SglangOptions
 
 
 class Update(Protocol):
@@ -75,6 +76,17 @@ class TensorUpdate:
                 await checked(client, "/update_weights_from_tensor", body)
 
     async def close(self, client: Client | None) -> None: ...
+
+
+def make_update(options: SglangOptions) -> Update:
+    """The way weights enter the server."""
+    if options.update == "tensor":
+        return TensorUpdate(options.tensor_parallel)
+    if options.update == "distributed":
+        from miles_sglang.group import GroupUpdate
+
+        return GroupUpdate(options.tensor_parallel * options.data_parallel, options.backend)
+    return DiskUpdate()
 
 
 @contextlib.asynccontextmanager
