@@ -162,10 +162,7 @@ class SglangEngine:
             context=self._limit,
             where=self._name,
             own=own_problem(
-                request,
-                self._checkpoint,
-                routes=self._context.routes,
-                deterministic=self._options.deterministic,
+                request, self._checkpoint, routes=self._context.routes, deterministic=self._options.deterministic
             ),
         )
         row = Row(
@@ -315,9 +312,9 @@ class SglangEngine:
         if self._options.adapter is not None:
             raise self._error(
                 "weights cannot be published under a LoRA adapter",
-                expected="a run without one: the trainer would not know of it, and log-probs would not agree",
+                expected="a run without one, of which no trainer knows",
                 found=f"engine.adapter {self._options.adapter}",
-                do="use engine.adapter with `miles serve`, or merge it into the checkpoint",
+                do="merge it into the checkpoint; engine.adapter is for `miles serve`",
             )
         before, self._receiver = self._receiver, None
         if before is not None:
