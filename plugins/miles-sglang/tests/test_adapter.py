@@ -100,7 +100,9 @@ async def test_requests_are_sampled_through_the_adapter_in_use(
 ) -> None:
     first, second = (make_adapter(tmp_path / f"adapter {seed}", models.served, seed) for seed in (1, 2))
     cpu = {**cpu_options, "server_args": {**cpu_options["server_args"], "lora_backend": "torch_native"}}
-    engine = SglangEngine(SglangOptions.model_validate({**cpu, "adapter": str(first)}), _context(models))
+    engine = SglangEngine(
+        SglangOptions.model_validate({**cpu, "adapter": str(first), "log_dir": str(tmp_path)}), _context(models)
+    )
     async with asyncio.timeout(900):
         await engine.start()
         try:
