@@ -2,11 +2,12 @@
 
 Three gaps, all at import: the kernel package has no CPU wheel (its CPU names are imported whatever the CPU can do, and
 called only where AMX kernels exist), torchvision's wheel is linked against CUDA and registers shapes for operators that
-then do not exist, and the capture of expert routes pins host memory. Import this before sglang, in every process.
+then do not exist, and some buffers are pinned in host memory. Import this before sglang, in every process.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import os
 import sys
@@ -66,6 +67,21 @@ def unpin_route_buffers() -> None:
         self.num_tokens, self.num_layers, self.topk_size, self.name = num_tokens, num_layers, topk_size, name
 
     base.BaseHostCache.__init__ = make
+
+
+def unpin_memory() -> None:
+    """Let tensors that ask for pinned memory, such as LoRA's offsets, lie in plain memory, for the same reason."""
+    for name in ("tensor", "empty", "zeros", "ones", "full"):
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *args, **kwargs: self  # type: ignore[method-assign,assignment]
+
+
+def _unpinned(make: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    @functools.wraps(make)
+    def call(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+        return make(*args, **kwargs)
+
+    return call
 
 
 def murmur3(seed: torch.Tensor, positions: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
@@ -133,6 +149,7 @@ def take_time(seconds: float) -> None:
 _LIBRARIES = (None if hasattr(torch.ops.torchvision, "nms") else declare_vision_operators(), define_seed_kernel())
 sys.modules.setdefault("sgl_kernel", _kernel_module())
 unpin_route_buffers()
+unpin_memory()
 allow_seeds()
 if "SGLANG_CPU_STEP_S" in os.environ:
     take_time(float(os.environ["SGLANG_CPU_STEP_S"]))
