@@ -37,6 +37,7 @@ KNOWN: dict[tuple[str, str], Home] = {
     ("backend", "megatron"): _MEGATRON,
     ("engine", "local"): _LOCAL,
     ("engine", "sglang"): _SGLANG,
+    ("teacher", "sglang"): _SGLANG,
     ("transport", "inprocess"): _TRANSPORTS,
     ("transport", "broadcast"): _TRANSPORTS,
     ("transport", "p2p"): _TRANSPORTS,
