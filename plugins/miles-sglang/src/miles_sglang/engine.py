@@ -218,15 +218,8 @@ class SglangEngine:
                 return emit(last_chunk(self._version, FinishReason.LENGTH, row))
             generation = server.generation
             row.rid = f"{self._name}/{next(self._rids)}/{row.request.request_id}"
-            attempt = Attempt(
-                row,
-                server,
-                self._checkpoint,
-                lambda: self._epoch,
-                self._options.stream_interval,
-                self._name,
-                adapter=self._adapter_name,
-            )
+            interval, adapter = self._options.stream_interval, self._adapter_name
+            attempt = Attempt(row, server, self._checkpoint, lambda: self._epoch, interval, self._name, adapter=adapter)
             try:
                 if await attempt.run(self._version, emit):
                     return
