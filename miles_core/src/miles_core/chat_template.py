@@ -1,6 +1,7 @@
 """A checkpoint's chat template: messages to text, exactly as Hugging Face's ``apply_chat_template`` renders it.
 
-Templates are untrusted code, so they run in Jinja's immutable sandbox and see plain JSON values only. One deliberate
+Templates are untrusted code, so they run in Jinja's immutable sandbox, see plain JSON values only, and are stopped
+after `LIMIT_S` of this thread's processor time: every turn of a loop and every call of a macro looks. One deliberate
 difference: nothing hidden enters the text. ``strftime_now`` exists only when the caller fixes the date, because a row
 that changes at midnight is neither reproducible nor the row its neighbour was compared with. Templates that ask
 whether it is defined fall back to their own constant; those that do not are refused with a reason.
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -17,10 +19,15 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedEnvironment
 
 from miles_core.errors import DataError
 from miles_core.types import Message, Tool
+
+LIMIT_S = 10.0
+"""Longest conversations render in a fraction of a second; a waiting machine does not count."""
+_DEADLINE = "__deadline"
 
 
 class ChatTemplate:
@@ -50,7 +57,8 @@ class ChatTemplate:
         self.where = where
         self._variables = dict(variables or {})
         try:
-            self._template = _environment(today, sandbox).from_string(source)
+            environment = _environment(today, sandbox)
+            self._template = environment.from_string(_watched(environment.parse(source)))
         except jinja2.TemplateSyntaxError as error:
             raise DataError(
                 "the chat template is not valid Jinja",
@@ -84,6 +92,7 @@ class ChatTemplate:
                 documents=None,
                 add_generation_prompt=add_generation_prompt,
                 **variables,
+                **{_DEADLINE: time.thread_time() + LIMIT_S},
             )
         except Exception as error:
             # A template is foreign code: it adds strings and None, divides, recurses, ranges too far. All of it means
@@ -156,10 +165,33 @@ def _arguments(text: str) -> Any:
 def _environment(today: datetime.date | None, sandbox: type[SandboxedEnvironment]) -> SandboxedEnvironment:
     environment = sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlock, loopcontrols])
     environment.filters["tojson"] = _tojson
+    environment.filters[_DEADLINE] = _look
     environment.globals["raise_exception"] = _raise_exception
     if today is not None:
         environment.globals["strftime_now"] = today.strftime
     return environment
+
+
+def _watched(template: nodes.Template) -> nodes.Template:
+    """The template with a look at the clock wherever it may go round."""
+    look = nodes.Filter(nodes.Const(True), _DEADLINE, [], [], None, None)
+    for loop in list(template.find_all(nodes.For)):
+        loop.body.insert(0, nodes.ExprStmt(look))
+        if loop.test is not None:
+            loop.test = nodes.And(look, loop.test)
+    called = [macro.body for macro in template.find_all(nodes.Macro)]
+    called += [block.body for block in template.find_all(nodes.CallBlock)]
+    for body in called:
+        body.insert(0, nodes.ExprStmt(look))
+    return template
+
+
+@jinja2.pass_context
+def _look(context: Context, value: bool) -> bool:
+    deadline = context.get(_DEADLINE)
+    if deadline is not None and time.thread_time() > deadline:
+        raise jinja2.TemplateError(f"it was not done after {LIMIT_S:g} s")
+    return value
 
 
 def _tojson(

@@ -94,6 +94,21 @@ def test_call_arguments_become_objects_only_where_they_are_objects() -> None:
     assert arguments('{"a": ') == '{"a": '
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{% for a in range(99999) %}{% for b in range(99999) if b < 0 %}{% endfor %}{% endfor %}",
+        "{% macro f(n) %}{% if n > 0 %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+        "{% for a in [[1, 1]] recursive %}{{ loop([a, a]) if loop.depth0 < 60 }}{% endfor %}",
+    ],
+)
+def test_a_template_that_never_ends_is_stopped(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_core.chat_template.LIMIT_S", 0.05)
+    with pytest.raises(DataError, match=r"it was not done after 0\.05 s"):
+        ChatTemplate(source).render([USER], add_generation_prompt=True)
+
+
 def test_absent_fields_are_absent_so_that_is_defined_is_false() -> None:
     assert template_message(USER) == {"role": "user", "content": "hi"}
 

@@ -48,7 +48,7 @@ def command(
     click.echo(f"{target}: header {derived.header!r}, end {derived.end!r}, seam {derived.seam!r}")
     for line in notes(derived):
         click.echo(f"  {line}")
-    click.echo(f"pip install --no-deps -e {target} && pytest {target}")
+    click.echo(f"pip install --no-deps --no-build-isolation -e {target} && pytest {target}")
 
 
 def family_of(derived: Derived) -> type[ProbedFamily]:

@@ -164,6 +164,16 @@ def claimed_family(
     return chosen
 
 
+def family_name(family: TitoFamily, registry: Registry) -> str:
+    """The name that a run-file picks the family by."""
+    kind = type(family)
+    for entry in registry.entries("tito_family"):
+        load = entry.capability.load
+        if entry.state == "ok" and load.endswith(f":{kind.__name__}") and load_target(load) is kind:
+            return entry.name
+    return kind.__name__
+
+
 # --- parts ------------------------------------------------------------------------------------------------------------
 
 

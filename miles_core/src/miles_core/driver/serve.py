@@ -12,7 +12,7 @@ from typing import Any
 
 from miles_core.config.model_folder import read_model_folder
 from miles_core.config.resolve import ResolvedRun
-from miles_core.driver.assemble import claimed_family, context_length, make, pick_family
+from miles_core.driver.assemble import claimed_family, context_length, family_name, make, pick_family
 from miles_core.driver.settings import choose_device, engine_spec
 from miles_core.errors import ConfigError
 from miles_core.executors.inprocess import InProcessExecutor
@@ -88,7 +88,7 @@ async def serve_quick(quick: Quick, registry: Registry, listen: Listen, say: Say
             context_length=length,
             history=quick.history,
         )
-        await _serve(factory, listen, say)
+        await _serve(factory, family_name(family, registry), listen, say)
     finally:
         await executor.close()
 
@@ -111,12 +111,12 @@ async def serve_run(resolved: ResolvedRun, registry: Registry, listen: Listen, s
         )
         # The run-file says which leaves count; the flag is for a server without one.
         settings = replace(listen.settings, picker=PICKERS[spec.session.leaves])
-        await _serve(factory, replace(listen, settings=settings), say)
+        await _serve(factory, family_name(family, registry), replace(listen, settings=settings), say)
     finally:
         await executor.close()
 
 
-async def _serve(factory: SessionFactory, listen: Listen, say: Say) -> None:
+async def _serve(factory: SessionFactory, family: str, listen: Listen, say: Say) -> None:
     if warning := warning_of(factory.matcher):
         say(f"warning: {warning}")
     async with contextlib.AsyncExitStack() as stack:
@@ -131,7 +131,7 @@ async def _serve(factory: SessionFactory, listen: Listen, say: Say) -> None:
             say(f"warning: {problem}")
         url = await stack.enter_async_context(listening(store, host=listen.host, port=listen.port))
         ended = stack.enter_context(_until_signal())
-        say(f"serving {listen.settings.model} with family {type(factory.family).__name__} at {url}")
+        say(f"serving {listen.settings.model} with family {family} at {url}")
         say(f"open a session: curl -X POST {url}/sessions")
         await ended.wait()
         say("stopping: turns under way are aborted, committed ones are " + ("kept" if journal else "gone"))

@@ -92,7 +92,7 @@ class Session(ABC):
         """Called with every turn before it becomes history; if it raises, the turn does not."""
         self.failure: Failure | None = None
         """Why the latest engine call failed; None once a later one succeeds."""
-        self.overflow: SessionError | None = None
+        self.overflow: ContextFull | None = None
         """The latest request did not fit the context; None once a later one did."""
         self.cached_tokens = 0
         """Prompt tokens whose KV the engine reused, over all turns."""
@@ -224,6 +224,7 @@ class Session(ABC):
             where=self._where,
             do="end the episode earlier, shorten what the environment appends, or raise model.context_length",
         )
+        self.overflow.prompt_tokens = len(prompt)
         raise self.overflow
 
     # --- private ------------------------------------------------------------------------------------------------------

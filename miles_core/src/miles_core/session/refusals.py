@@ -35,6 +35,8 @@ class TurnCut(SessionError):
 class ContextFull(SessionError):
     """The prompt leaves no room for a single token."""
 
+    prompt_tokens: int = 0
+
 
 class TooManyTurns(SessionError):
     """The session holds as many turns as it may."""

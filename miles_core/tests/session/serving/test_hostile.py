@@ -73,12 +73,28 @@ async def test_nobody_else_says_how_rows_differ(value: Any, serve: Any) -> None:
         assert served.store.metrics.get("miles_tito_session_mismatch_total", kind="mine") == 0
 
 
+@pytest.mark.parametrize("history", ["linear", "branching"])
+@pytest.mark.parametrize("fact", ["turns", "finish_reasons", "cached_tokens"])
+async def test_facts_of_the_server_are_not_the_agents_to_state(fact: str, history: str, serve: Any) -> None:
+    async with serve(history=history) as served:
+        key = await served.create()
+        await served.chat(key, [U])
+        found = await served.http.post(f"/sessions/{key}/samples", json={"metadata": {fact: 7}})
+        assert found.status_code == 400
+        assert found.json()["error"]["param"] == f"metadata.{fact}"
+        found = await served.http.post(f"/sessions/{key}/samples", json={"metadata": {"task": 7}})
+        (sample,) = found.json()["samples"]
+        assert (sample["metadata"]["task"], sample["metadata"]["turns"]) == (7, 1)
+
+
 async def test_counting_tokens_says_nothing_about_the_trajectory(serve: Any) -> None:
     async with serve(context_length=100) as served:
         key = await served.create()
         await served.chat(key, [U])
         body = {"messages": [U, OK, {"role": "user", "content": "x " * 500}]}
-        assert (await served.http.post(f"/sessions/{key}/v1/messages/count_tokens", json=body)).status_code == 400
+        counted = await served.http.post(f"/sessions/{key}/v1/messages/count_tokens", json=body)
+        assert counted.status_code == 200
+        assert counted.json()["input_tokens"] > 500, "also where the prompt does not fit"
         assert [sample["status"] for sample in await served.samples(key)] == ["completed"]
         assert (await served.http.post(f"/sessions/{key}/v1/messages", json=body)).status_code == 400
         assert [sample["status"] for sample in await served.samples(key)] == ["truncated"]

@@ -100,6 +100,28 @@ async def test_memory_that_runs_out_moves_sessions_to_the_journal(serve: Any, tm
         assert len(served.store.get(first).session.turns) == 2
 
 
+async def test_a_session_that_only_the_journal_holds_idles_out_too(serve: Any, tmp_path: Path) -> None:
+    now = [0.0]
+    async with serve(journal=Journal(tmp_path), max_bytes=3_000, idle_timeout_s=60.0, clock=lambda: now[0]) as served:
+        keys = []
+        for _ in range(2):
+            keys.append(await served.create())
+            await served.chat(keys[-1], [U])
+        served.store.limit()
+        now[0] = 50.0
+        assert (await served.chat(keys[0], [U, OK, T])).status_code == 200, "brought back, and used"
+        served.store.limit()
+        now[0] = 70.0
+        served.store.sweep()
+        assert [path.name.partition(".")[0] for path in tmp_path.iterdir()] == [keys[0]]
+        gone = await served.http.get(f"/sessions/{keys[1]}")
+        assert gone.status_code == 410
+        assert "60 s" in gone.json()["error"]["message"]
+        now[0] = 130.0
+        served.store.sweep()
+        assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("key", ["../secret", "x", "A" * 32, "0" * 31])
 def test_no_name_leads_out_of_the_folder(key: str, tmp_path: Path) -> None:
     (tmp_path / "secret.session.jsonl").write_text("{}\n")

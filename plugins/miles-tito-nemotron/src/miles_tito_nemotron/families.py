@@ -12,10 +12,10 @@ from miles_core.tito.family import Wrap
 from miles_core.tito.formats import CallFormat, FunctionTags
 from miles_core.tito.listing import function_element
 from miles_core.tito.parser import Thoughts
+from miles_core.tito.prompts import TAGGED_TOOLS
 from miles_core.tito.thinking import ThinkingFamily
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
-from miles_tito_nemotron import prompts
 from miles_tito_nemotron.options import NemotronOptions
 
 
@@ -46,7 +46,7 @@ class Nemotron3Family(ThinkingFamily[NemotronOptions]):
         said = messages[0].content if has_system else ""
         if tools:
             listed = "".join("\n" + function_element(tool, enums=True, required_last=True) for tool in tools)
-            said += ("\n\n" if said else "") + prompts.TOOLS.replace("{tools}", listed)
+            said += ("\n\n" if said else "") + TAGGED_TOOLS.replace("{tools}", listed)
         return f"<|im_start|>system\n{said}<|im_end|>\n", messages[1:] if has_system else messages
 
     def thought(self, message: Message, *, forgotten: bool = False) -> str:

@@ -14,6 +14,7 @@ from typing import ClassVar, Generic, Self, TypeVar
 from miles_core.tito.family import DeclaredFamily, FamilyOptions, Wrap
 from miles_core.tito.formats import CallFormat, FunctionTags, JsonBlocks
 from miles_core.tito.listing import function_element
+from miles_core.tito.prompts import TAGGED_TOOLS
 from miles_core.tito.thinking import Opens, ThinkingFamily
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
@@ -84,7 +85,7 @@ class Qwen35Family(_Qwen[ThinkingOptions], ThinkingFamily[ThinkingOptions]):
         system, rest = _split(messages)
         said = "" if system is None else system.content.strip()
         if tools:
-            text = prompts.TAGGED_TOOLS.replace("{tools}", "".join("\n" + _json(tool) for tool in tools))
+            text = TAGGED_TOOLS.replace("{tools}", "".join("\n" + _json(tool) for tool in tools))
             return _turn(text + (f"\n\n{said}" if said else "")), rest
         return ("" if system is None else _turn(said)), rest
 

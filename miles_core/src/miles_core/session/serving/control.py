@@ -48,7 +48,7 @@ class CollectSamples(Body):
     leaves: Literal["all", "drop-retries", "longest"] | None = None
     """Which leaves of a branching history become samples; null is as the server was started with."""
     metadata: dict[str, Any] = {}
-    """Copied into every sample."""
+    """Copied into every sample; facts that the server states itself, such as `turns`, are refused."""
 
 
 def routes(store: SessionStore) -> list[Route]:
@@ -110,12 +110,13 @@ async def _delete(store: SessionStore, request: Request) -> Response:
 
 async def _samples(store: SessionStore, request: Request) -> Response:
     body = validated(CollectSamples, await read_object(request, store.settings.max_body_bytes))
-    if MISMATCH in body.metadata:
-        raise Refused(400, "the server alone says how rows differ", param=f"metadata.{MISMATCH}")
     picker = store.settings.picker if body.leaves is None else PICKERS[body.leaves]
     with store.using(request.path_params["key"]) as entry:
-        found = assemble_all(entry.session, prompt_id=body.prompt_id, metadata=body.metadata, picker=picker)
+        found = assemble_all(entry.session, prompt_id=body.prompt_id, picker=picker)
         family = type(entry.session.family).__name__
+    facts = {MISMATCH}.union(*(trajectory.metadata for trajectory in found))
+    if taken := sorted(facts & body.metadata.keys()):
+        raise Refused(400, "the server alone says this of a sample", param=f"metadata.{taken[0]}")
     for trajectory in found:
         store.metrics.add("miles_samples_total", status=trajectory.status.value)
         kinds = trajectory.metadata.get(MISMATCH, {}).get("kinds")
@@ -123,7 +124,8 @@ async def _samples(store: SessionStore, request: Request) -> Response:
             store.metrics.add("miles_tito_session_checked_total", family=family)
         for kind, count in (kinds or {}).items():
             store.metrics.add("miles_tito_session_mismatch_total", count, family=family, kind=kind)
-    return Json({"session_id": request.path_params["key"], "samples": [sample(each) for each in found]})
+    samples = [sample(replace(each, metadata={**each.metadata, **body.metadata})) for each in found]
+    return Json({"session_id": request.path_params["key"], "samples": samples})
 
 
 async def _models(store: SessionStore, request: Request) -> Response:

@@ -70,6 +70,8 @@ class SessionStore:
         self.damaged: list[str] = []
         """What `restore` could not read, and why; a request for such a session is refused with the same words."""
         self._gone: OrderedDict[str, str] = OrderedDict()
+        self._away: dict[str, float] = {}
+        """Sessions that only the journal holds, with when they were used last."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -172,8 +174,15 @@ class SessionStore:
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Close what nobody used for too long."""
+        """Close what nobody used for too long, in memory or in the journal alone."""
         limit = self.settings.idle_timeout_s
+        for key, last_used in list(self._away.items()):
+            if self._clock() - last_used > limit:
+                self._away.pop(key)
+                assert self._journal is not None
+                self._journal.forget(key)
+                self._gone[key] = f"nobody used it for {limit:g} s"
+        self._forget_old()
         for key, entry in list(self._entries.items()):
             if not self._busy(entry) and self._clock() - entry.last_used > limit:
                 self.close(key, f"nobody used it for {limit:g} s", label="idle")
@@ -202,7 +211,7 @@ class SessionStore:
         if self._journal is None:
             self.close(key, reason, label=label)
         else:
-            self._drop(key, label)
+            self._away[key] = self._drop(key, label).last_used
 
     # --- private ------------------------------------------------------------------------------------------------------
 
@@ -238,6 +247,7 @@ class SessionStore:
         except Refused:
             session.close()
             raise
+        self._away.pop(key, None)
         session.on_commit = partial(self._journal.append, key)
         self.metrics.add("miles_sessions_created_total")
         return self._enter(Entry(key=key, session=session, created=time.time(), last_used=self._clock()))

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from miles_core.errors import MilesError
 from miles_core.kinds.environment import Completion
 from miles_core.session.base import Prepared
+from miles_core.session.refusals import ContextFull
 from miles_core.session.serving.asked import Asked, check_temperature, merge_sampling
 from miles_core.session.serving.http import DONE, EventStream, Json, event, read_object
 from miles_core.session.serving.problems import Refused, refusal
@@ -60,12 +61,17 @@ class Turns:
             using.close()
 
     async def count_tokens(self, request: Request, key: str, protocol: WireProtocol) -> int:
-        """Tokens of the prompt that the request would be; nothing is sampled. Raises as `serve`."""
+        """Tokens of the prompt that the request would be, also of one that does not fit; nothing is sampled.
+
+        Raises as `serve`.
+        """
         body = await read_object(request, self._store.settings.max_body_bytes)
         with self._store.using(key) as entry:
             overflow = entry.session.overflow
             try:
                 return len(self._prepared(entry, protocol.read(body, entry)).prompt_ids)
+            except ContextFull as full:
+                return full.prompt_tokens  # whoever counts wants to know by how much
             finally:
                 entry.session.overflow = overflow  # nobody asked for a turn, so none failed to fit
 

@@ -1,6 +1,6 @@
-"""How tools are described to the models, as they were trained on it; ``{tools}`` is the list."""
+"""How tools are described to models of several makers, as they were trained on it; ``{tools}`` is the list."""
 
-TOOLS = """\
+TAGGED_TOOLS = """\
 # Tools
 
 You have access to the following functions:
@@ -33,3 +33,4 @@ after
 - If there is no function call available, answer the question like normal with your current knowledge and do not \
 tell the user about function calls
 </IMPORTANT>"""
+"""Qwen3.5 and Nemotron 3."""
