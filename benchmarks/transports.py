@@ -187,7 +187,9 @@ def delta(arguments: argparse.Namespace, work: Path) -> dict[str, tuple[float, f
     del differences, packed
     store = FolderStore(work / "published")
     source = DeltaSource(base, store, "run", rank=0, world_size=1, encoding="xor", kind="xxh3-128", visible_s=60)
-    publication = Publication(store, "run", encoding="xor", kind="xxh3-128", snapshot_every=0, keep=1, visible_s=60)
+    publication = Publication(
+        store, "run", names=names, encoding="xor", kind="xxh3-128", snapshot_every=0, keep=2, visible_s=60
+    )
     checkout = Checkout(base, work / "local", store, "run", timeout_s=60)
     for version, state in enumerate((new, old, new)):
         source.begin(version, publication.begin(version)[0])

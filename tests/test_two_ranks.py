@@ -8,22 +8,36 @@ from typing import TYPE_CHECKING
 import pytest
 
 from miles_core.testing.executor import engine_spec, trainer_spec
-from miles_core.testing.recording import write_example_checkpoint
+from miles_core.testing.recording import RecordingOptions, example_weights, write_example_checkpoint
+from miles_core.weights.digests import digest_tensor
 from miles_core.weights.lifecycle import publish
 
 if TYPE_CHECKING:
     from .conftest import Workspace
 
 
-def test_two_ranks_under_ray_train_like_one_rank_in_process(workspace: Workspace) -> None:
+@pytest.mark.parametrize(
+    "transport",
+    [
+        "broadcast",
+        pytest.param("p2p", marks=pytest.mark.slow),
+        pytest.param("disk-delta", marks=pytest.mark.slow),
+    ],
+)
+def test_two_ranks_under_ray_train_like_one_rank_in_process(workspace: Workspace, transport: str) -> None:
     pytest.importorskip("ray", reason="executor ray needs ray")
+    pick: dict[str, str] = {"use": transport}
+    if transport == "p2p":
+        pytest.importorskip("mooncake.engine", reason="mooncake-transfer-engine-non-cuda is absent")
+    if transport == "disk-delta":
+        pick.update(publish_dir=str(workspace.folder / "published"), local_dir=str(workspace.folder / "local"))
     short = {"schedule.steps": 2, "name": "one"}
     workspace.train(overrides=short)
     two = {
         **short,
         "name": "two",
         "executor": "ray",
-        "transport": "broadcast",
+        "transport": pick,
         "placement.mode": "separate",
         "placement.trainer_ranks": 2,
         "check_weight_update_equal": True,
@@ -38,7 +52,10 @@ def test_two_ranks_under_ray_train_like_one_rank_in_process(workspace: Workspace
 
 
 @pytest.mark.slow
-async def test_two_ranks_publish_their_shares_of_a_difference_and_two_engines_load_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [1, 2])
+async def test_two_ranks_publish_their_shares_of_a_difference_and_two_engines_load_it(
+    tmp_path: Path, stages: int
+) -> None:
     pytest.importorskip("ray", reason="executor ray needs ray")
     from miles_ray.executor import RayExecutor
     from miles_ray.options import RayOptions
@@ -48,7 +65,8 @@ async def test_two_ranks_publish_their_shares_of_a_difference_and_two_engines_lo
     base = str(write_example_checkpoint(tmp_path / "base"))
     executor = RayExecutor(RayOptions())
     try:
-        trainer = await executor.start_trainer(trainer_spec(world_size=2, model_path=base))
+        options = RecordingOptions(stages=stages)  # with two, no rank sees the other's tensors
+        trainer = await executor.start_trainer(trainer_spec(world_size=2, model_path=base, options=options))
         engines = await executor.start_engines(engine_spec(count=2))
         published, local = str(tmp_path / "published"), str(tmp_path / "local")
         transport = DiskDeltaTransport(DiskDeltaOptions(publish_dir=published, local_dir=local))
@@ -57,6 +75,9 @@ async def test_two_ranks_publish_their_shares_of_a_difference_and_two_engines_lo
             report = await publish(transport, engines, version)
             assert [await engine.version() for engine in engines] == [version] * 2
             assert 0 < report.figures["sync/density"] <= 1
+            expected = {name: digest_tensor(tensor) for name, tensor in example_weights(version).items()}
+            assert [await engine.digests() for engine in engines] == [expected] * 2
+            assert report.num_bytes == sum(tensor.nbytes for tensor in example_weights(version).values())
         await transport.close()
     finally:
         await executor.close()

@@ -74,3 +74,26 @@ def test_a_block_that_shared_memory_cannot_hold_is_refused_before_anybody_writes
         SharedBlock(2 * room.f_blocks * room.f_frsize, CPU)
     assert "--shm-size" in str(raised.value)
     assert blocks() == before
+
+
+ENDED = """
+import os, sys, torch
+from miles_transports.shared_block import SharedBlock
+print(SharedBlock(16, torch.device("cpu"))._path, flush=True)
+os._exit(9)  # as a process that is killed: it closes nothing
+"""
+
+
+def test_what_a_killed_process_left_is_removed_and_what_a_live_one_holds_is_not() -> None:
+    command = [sys.executable, "-c", ENDED]
+    left = Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip())
+    mine = SharedBlock(16, CPU)
+    assert left.is_file(), "it may be as young as one that is not locked yet"
+    assert mine._path is not None
+    for path in (left, mine._path):
+        os.utime(path, (0, 0))
+    SharedBlock(16, CPU).close()
+    assert not left.exists()
+    assert mine._path.is_file()
+    mine.close()
+    mine.close()

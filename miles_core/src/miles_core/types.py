@@ -374,6 +374,13 @@ class WeightBucket:
     index: int
     last: bool
     tensors: tuple[NamedTensor, ...]
+    holders: tuple[int, ...] | None = None
+    """Trainer ranks that export this very bucket, where not all do: those of one pipeline stage."""
+
+    def owner(self, world_size: int) -> int:
+        """The one rank that answers for the bucket where each moves its own share: its holders in turn."""
+        holders = self.holders or range(world_size)
+        return holders[self.index % len(holders)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,11 +7,13 @@ found by its number, since CUDA does not open a handle where it was made.
 from __future__ import annotations
 
 import base64
+import fcntl
 import itertools
 import json
 import os
 import pickle
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,9 @@ from miles_core.errors import TransportError
 
 SHARED_MEMORY = Path("/dev/shm")
 """Main memory under file names, on every Linux."""
+PREFIX = "miles-block-"
+SETTLED_S = 60.0
+"""Age from which a block that nobody holds is nobody's."""
 _DEVICE_ARGUMENT = 6
 """Where `torch.multiprocessing.reductions.rebuild_cuda_tensor` takes the device's index."""
 
@@ -42,7 +47,7 @@ class SharedBlock:
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             data = base64.b64encode(pickle.dumps(_cuda_handle(self.bytes))).decode()
         else:
-            name = _reserve(num_bytes)
+            name, self._lock = _reserve(num_bytes)
             self._path = Path(name)
             self.bytes = torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
             data = name
@@ -58,15 +63,21 @@ class SharedBlock:
         _own.pop(self._number, None)
         if self._path is not None:
             self._path.unlink(missing_ok=True)
+            os.close(self._lock)
+            self._path = None
 
 
-def _reserve(num_bytes: int) -> str:
-    """A file of so many bytes in shared memory; taken now, since memory that is missing later is a bus error."""
-    handle, name = tempfile.mkstemp(prefix="miles-", dir=SHARED_MEMORY)
+def _reserve(num_bytes: int) -> tuple[str, int]:
+    """A file of so many bytes in shared memory, locked as long as this process lives; taken now, since memory that is
+    missing later is a bus error."""
+    _sweep()
+    handle, name = tempfile.mkstemp(prefix=PREFIX, dir=SHARED_MEMORY)
     try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
         os.posix_fallocate(handle, 0, num_bytes)
     except OSError as error:
         os.unlink(name)
+        os.close(handle)
         room = os.statvfs(SHARED_MEMORY)
         raise TransportError(
             "shared memory is too small",
@@ -75,9 +86,25 @@ def _reserve(num_bytes: int) -> str:
             where=str(SHARED_MEMORY),
             do="give the container more (docker run --shm-size), or set backend.bucket_mib lower",
         ) from error
-    finally:
-        os.close(handle)
-    return name
+    return name, handle
+
+
+def _sweep() -> None:
+    """Remove what processes that were killed left here: nobody holds its lock."""
+    for path in SHARED_MEMORY.glob(f"{PREFIX}*"):
+        try:
+            if time.time() - path.stat().st_mtime < SETTLED_S:
+                continue  # perhaps made just now, and not locked yet
+            handle = os.open(path, os.O_RDWR)
+        except OSError:
+            continue  # gone meanwhile, or another user's
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink(missing_ok=True)
+        except BlockingIOError:
+            pass  # its owner lives
+        finally:
+            os.close(handle)
 
 
 def open_block(handle: str, device: torch.device) -> torch.Tensor:

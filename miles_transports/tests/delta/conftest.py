@@ -62,6 +62,7 @@ class World:
         self.publication = Publication(
             store,
             LINEAGE,
+            names=weights(BASE),
             encoding=self.encoding,
             kind="xxh3-128",
             snapshot_every=self.snapshot_every,
@@ -73,19 +74,19 @@ class World:
         """The trainer's ends alone, anew: the driver knows what is published."""
         store = store or self.store
         self.close()
-        self.sources = [
-            DeltaSource(
-                self.base,
-                store,
-                LINEAGE,
-                rank=rank,
-                world_size=2,
-                encoding=self.encoding,
-                kind="xxh3-128",
-                visible_s=0.2,
-            )
-            for rank in range(2)
-        ]
+        self.sources = [self.source(rank, 2, store) for rank in range(2)]
+
+    def source(self, rank: int, world_size: int, store: Store | None = None) -> DeltaSource:
+        return DeltaSource(
+            self.base,
+            store or self.store,
+            LINEAGE,
+            rank=rank,
+            world_size=world_size,
+            encoding=self.encoding,
+            kind="xxh3-128",
+            visible_s=0.2,
+        )
 
     def publish(self, version: int, tensors: Weights | None = None) -> Key:
         assert self.publication is not None

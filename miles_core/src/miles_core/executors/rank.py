@@ -118,7 +118,8 @@ class RankHost:
             return None
         if self._sender is None:
             raise TransportError("this rank has no sender", do="open the transport before the first publish")
-        account, clock = _Account(version), Stopwatch()
+        # Where each rank has a sender, it counts the bytes that it alone answers for: together they are the model's.
+        account, clock = _Account(version, self._counts if self._shared is not None else lambda _: True), Stopwatch()
         try:
             for bucket in clock.timed("prepare_s", buckets):
                 with clock.running("digest_s"):
@@ -136,6 +137,9 @@ class RankHost:
         except BaseException as error:
             self._sender.abort(f"{type(error).__name__}: {error}")
             raise
+
+    def _counts(self, bucket: WeightBucket) -> bool:
+        return bucket.owner(self._world_size) == self._rank
 
     def _close_sender(self) -> None:
         sender, self._sender, self._shared = self._sender, None, None
@@ -156,8 +160,8 @@ def _drain(buckets: Iterator[WeightBucket]) -> None:
 class _Account:
     """What has been exported of one version; refuses a malformed stream before an engine sees it."""
 
-    def __init__(self, version: int) -> None:
-        self._version = version
+    def __init__(self, version: int, counts: Callable[[WeightBucket], bool]) -> None:
+        self._version, self._counts = version, counts
         self._digests: dict[str, str] = {}
         self._num_bytes = 0
         self._next_index = 0
@@ -177,7 +181,7 @@ class _Account:
             raise self._error(problem)
         for named in bucket.tensors:
             self._digests[named.name] = digest_tensor(named.tensor)
-            self._num_bytes += named.tensor.numel() * named.tensor.element_size()
+            self._num_bytes += named.tensor.nbytes if self._counts(bucket) else 0
         self._next_index += 1
         self._complete = bucket.last
 

@@ -121,7 +121,11 @@ class Backend(Protocol):
         ...
 
     def export(self, version: int) -> Iterator[WeightBucket]:
-        """Buckets of the full weights under Hugging Face names in the serving dtype; ranks take part together."""
+        """Buckets of the full weights under Hugging Face names in the serving dtype; ranks take part together.
+
+        Every rank yields every bucket; or only what its pipeline stage holds, with `WeightBucket.holders`, where the
+        transport lets each rank move what it owns (`disk-delta`).
+        """
         ...
 
     def save(self, directory: Path) -> None:

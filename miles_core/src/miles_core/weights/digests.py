@@ -58,7 +58,7 @@ def merge_manifests(parts: Sequence[WeightManifest]) -> WeightManifest:
     """What several sources sent of one version. A tensor that several hold (a replicated one) counts once.
 
     Returns:
-        Figures are the largest of any source; those in bytes are summed.
+        Figures are the largest of any source; those in bytes are summed, and so is the size: each counts its share.
 
     Raises:
         TransportError: sources are at different versions, or hold different values of one tensor.
@@ -88,7 +88,7 @@ def merge_manifests(parts: Sequence[WeightManifest]) -> WeightManifest:
                 figures[name] = value
             else:
                 figures[name] = before + value if name.endswith("_bytes") else max(before, value)
-    num_bytes = max((part.num_bytes for part in parts), default=0)
+    num_bytes = sum(part.num_bytes for part in parts)
     return WeightManifest(version=versions[0], digests=digests, num_bytes=num_bytes, figures=figures)
 
 

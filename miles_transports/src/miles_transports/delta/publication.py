@@ -9,6 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 
+from miles_core.errors import TransportError
+from miles_core.weights.digests import name_some
 from miles_transports.delta import index
 from miles_transports.delta.codec import Checksum, Encoding
 from miles_transports.delta.index import BASE, CHECKPOINT, INDEX, Key, VersionIndex
@@ -19,6 +21,7 @@ class Publication:
     """One lineage.
 
     Args:
+        names: Every tensor of the checkpoint.
         snapshot_every: A full snapshot accompanies every so many versions; 0 is never.
         keep: Newest versions that stay whatever happens.
         visible_s: Seconds to wait until what ranks wrote is visible here.
@@ -29,6 +32,7 @@ class Publication:
         store: Store,
         lineage: str,
         *,
+        names: Iterable[str],
         encoding: Encoding,
         kind: Checksum,
         snapshot_every: int,
@@ -36,6 +40,7 @@ class Publication:
         visible_s: float,
     ) -> None:
         self._store, self.lineage = store, lineage
+        self._names = frozenset(names)
         self._encoding: Encoding = encoding
         self._checksum: Checksum = kind
         self._snapshot_every, self._keep, self._visible_s = snapshot_every, keep, visible_s
@@ -65,16 +70,23 @@ class Publication:
         """Publish what the ranks wrote; nothing, where no byte has changed.
 
         Args:
-            names: Every tensor of the model.
+            names: Every tensor that was exported.
             check: Called while waiting; raises when the version is not wanted any more.
 
         Returns:
             The newest published version.
 
         Raises:
-            TransportError: a rank's files are not visible in time, ranks disagree, or a tensor is nobody's.
+            TransportError: a rank's files are not visible in time, ranks disagree, or a tensor is nobody's or missing.
         """
         expected = tuple(names)
+        if missing := sorted(self._names - set(expected)):
+            raise TransportError(
+                "tensors of the checkpoint were not exported",
+                expected=f"{len(self._names)} tensors",
+                found=f"not {name_some(missing)}",
+                do="pick another transport: disk-delta publishes the checkpoint's tensors",
+            )
         sealed = self._index(version, expected, check, full=False)
         if not sealed.weight_map:
             self._remove(version)

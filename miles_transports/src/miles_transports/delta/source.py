@@ -21,7 +21,6 @@ import torch
 
 from miles_core.errors import TransportError
 from miles_core.types import NamedTensor, WeightBucket
-from miles_core.weights.digests import name_some
 from miles_core.weights.stopwatch import Stopwatch
 from miles_transports.delta import codec, index, tensorfile
 from miles_transports.delta.chain import Changes, ways
@@ -74,7 +73,6 @@ class DeltaSource:
         self._changes: dict[str, Change] = {}
         self._jobs: dict[str, Future[Change | None]] = {}
         self._owned: list[str] = []
-        self._seen: set[str] = set()
         self._pool = ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1), thread_name_prefix="miles-delta")
 
     def begin(self, version: int, base_version: int) -> None:
@@ -104,7 +102,7 @@ class DeltaSource:
                 where=f"trainer rank {self._rank}",
                 do="restart the run with --resume",
             )
-        self._pending, self._changes, self._owned, self._seen = version, {}, [], set()
+        self._pending, self._changes, self._owned = version, {}, []
 
     def _come_in(self, version: int) -> Changes:
         store, lineage = self._store, self._lineage
@@ -140,8 +138,7 @@ class DeltaSource:
         """
         for named in bucket.tensors:
             self._check(named)
-            self._seen.add(named.name)
-        if bucket.index % self._world_size == self._rank:
+        if bucket.owner(self._world_size) == self._rank:
             borrowed = []
             for named in bucket.tensors:
                 new, copied = self._main_memory(named.tensor)
@@ -210,18 +207,13 @@ class DeltaSource:
         """Write this rank's shard and listing, and those of a full snapshot when asked; figures of the cost.
 
         Raises:
-            TransportError: tensors of the checkpoint were not exported.
+            TransportError: comparing or writing failed.
         """
         version, clock = self._pending, Stopwatch()
         assert version is not None
         with clock.running("encode_s"):
             if failures := self._settle():
                 raise failures[0]
-        missing = sorted(self._base.where.keys() - self._seen)
-        if missing:
-            raise self._mismatch(
-                "tensors of the checkpoint were not exported", f"{len(self._base.where)} tensors", name_some(missing)
-            )
         changes = {name: (change.delta.payload, change.checksum) for name, change in self._changes.items()}
         with clock.running("write_s"):
             wire = self._write(index.folder_of(self._lineage, version), changes)
