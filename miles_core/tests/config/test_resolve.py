@@ -130,12 +130,19 @@ def test_a_rule_that_reads_a_broken_key_stays_silent(workplace: Path, registry: 
     assert problem.path == "backend"
 
 
+def test_an_external_evaluation_names_a_function_that_its_file_has(workplace: Path, registry: Registry) -> None:
+    (workplace / "scores.py").write_text("def score(job): ...\n")
+    external = ("data.eval=heldout.jsonl", "eval={every_steps: 1, on: external, function: 'scores.py:nosuch'}")
+    assert "does not say `nosuch`" in only(registry, *external).message
+
+
 def test_options_are_checked_without_guessing(workplace: Path, registry: Registry) -> None:
     assert only(registry, "loss.low='0.1'").message == "must be a number"
     assert only(registry, "loss.low=true").message == "must be a number"
     assert only(registry, "schedule.steps='3'").message == "must be an integer"
     assert only(registry, "schedule.steps=2.0").message == "must be an integer"
     assert only(registry, "optimizer.lr=.inf").path == "optimizer.lr"
+    assert only(registry, "corrections=[{use: tis, high: .inf}]").path == "corrections.0.high"
     assert only(registry, "corrections=[{use: tis, low: 3}]").message == "low (3) must be below high (2)"
     assert "takes no options" in only(registry, "environment={use: chat, x: 1}").message
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from miles_core.tracking.verdict import Verdict, duration, forecast, judge, verdict_of_steps
+from miles_core.tracking.verdict import Outlook, Verdict, duration, forecast, judge, verdict_of_steps
 
 
 def figures(
@@ -82,3 +82,15 @@ def test_what_lag_costs_is_unknown_before_anything_was_stale() -> None:
     found = forecast([2.0] * 4, [2.0] * 4, lag=0, kl=0.0, ess=1.0, staleness=0.0)
     assert (found.kl, found.ess) == (None, None)
     assert str(found) == "one more version of lag: +60% steps/h"
+
+
+def test_what_was_not_measured_is_not_forecast() -> None:
+    outlook = Outlook()
+    for _ in range(4):
+        metrics = {"contract/versions/token_staleness": 1.0, "contract/versions/s_old_max": 1.0}
+        outlook.step(metrics, {"async/generate_s": 3.0, "time/train_s": 2.0})
+    found = outlook.forecast()
+    assert found is not None
+    assert (found.kl, found.ess) == (None, None)
+    assert "effective" not in str(found)
+    assert "KL" not in str(found)

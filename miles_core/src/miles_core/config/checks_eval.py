@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from miles_core.config.checks import Check, Setup
 from miles_core.errors import PluginError
 from miles_core.registry import function_target
@@ -25,9 +27,11 @@ def _external_function(s: Setup) -> str | None:
     if s.spec.eval.function is None:
         return "an external evaluation needs a function that evaluates"
     try:
-        function_target("evaluation", s.spec.eval.function)
+        place, _, attribute = function_target("evaluation", s.spec.eval.function).rpartition(":")
     except PluginError as error:
         return f"{error.message}: {error.found}" if error.found else error.message
+    if place.endswith(".py") and attribute not in Path(place).read_text(encoding="utf-8", errors="replace"):
+        return f"{place} does not say `{attribute}` anywhere"
     return None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_args
 
@@ -78,13 +79,41 @@ def read_options(
         message = f"its options cannot be read: {type(error).__name__}: {error}"
         problem = Problem(path=dotted(base), message=message, source=origin.source, line=origin.line, owner=owner)
         return Parsed(None, [problem], [base])
-    return parsed if model is not NoOptions else Parsed(None, parsed.problems, parsed.broken)
+    # A plugin's own model need not think of NaN and infinity.
+    for inside in _not_finite(raw) if not parsed.problems else ():
+        where = base + inside
+        origin = source.origin(where)
+        parsed.problems.append(
+            Problem(
+                path=dotted(where),
+                value=show(_at(raw, inside)),
+                message="must be a finite number",
+                source=origin.source,
+                line=origin.line,
+                owner=owner,
+            )
+        )
+        parsed.broken.append(where)
+    return Parsed(None if model is NoOptions or parsed.problems else parsed.model, parsed.problems, parsed.broken)
 
 
 class NoOptions(BaseModel):
     """Of a capability that declares no option model."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def _not_finite(raw: Any) -> Iterator[KeyPath]:
+    """Where NaN and infinity stand."""
+    if isinstance(raw, float) and not math.isfinite(raw):
+        yield ()
+    items: Iterable[tuple[str | int, Any]] = ()
+    if isinstance(raw, dict):
+        items = raw.items()
+    elif isinstance(raw, list):
+        items = enumerate(raw)
+    for key, value in items:
+        yield from ((key, *rest) for rest in _not_finite(value))
 
 
 def _existing(raw: Any, loc: KeyPath, kind: str) -> KeyPath:

@@ -13,6 +13,7 @@ MAY_CHANGE = (
     "schedule.steps",
     "checkpoint",
     "eval",
+    "data.eval",
     "tracking",
     "stall_s",
     "weights",

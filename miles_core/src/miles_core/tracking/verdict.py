@@ -101,17 +101,25 @@ class Forecast:
     kl: float | None
     """KL(rollout || trainer) in nats; None while nothing was stale yet."""
     ess: float | None
-    """Effective sample size of the importance weights, as a fraction."""
+    """Effective sample size of the importance weights, as a fraction; None also where no correction measures it."""
 
     def __str__(self) -> str:
-        gain = f"{(self.throughput - 1):+.0%} steps/h"
-        if self.kl is None or self.ess is None:
-            return f"one more version of lag: {gain}"
-        return f"one more version of lag: {gain}, KL {self.kl:.2g} nats, effective sample size {self.ess:.0%}"
+        parts = [f"one more version of lag: {(self.throughput - 1):+.0%} steps/h"]
+        if self.kl is not None:
+            parts.append(f"KL {self.kl:.2g} nats")
+        if self.ess is not None:
+            parts.append(f"effective sample size {self.ess:.0%}")
+        return ", ".join(parts)
 
 
 def forecast(
-    generate_s: Sequence[float], train_s: Sequence[float], *, lag: int, kl: float, ess: float, staleness: float
+    generate_s: Sequence[float],
+    train_s: Sequence[float],
+    *,
+    lag: int,
+    kl: float | None,
+    ess: float | None,
+    staleness: float,
 ) -> Forecast:
     """Replay the measured steps with one more version of lag allowed.
 
@@ -119,7 +127,7 @@ def forecast(
         generate_s: Seconds that the batch of each step took to generate on its own.
         train_s: Seconds that its training and publishing took.
         lag: Versions that a batch may be behind now.
-        kl, ess: Measured now, at a token-weighted staleness of `staleness` versions.
+        kl, ess: Measured now, at a token-weighted staleness of `staleness` versions; None where not measured.
 
     A batch starts once the one before it is generated and its weights are young enough; a step starts once its batch is
     there and the step before is done. Each update moves the policy by about the same distance, so the KL grows with the
@@ -129,8 +137,8 @@ def forecast(
     growth = ((staleness + 1) / staleness) ** 2 if staleness > 0 else None
     return Forecast(
         throughput=now / more,
-        kl=None if growth is None else kl * growth,
-        ess=None if growth is None else max(ess, 1e-6) ** growth,
+        kl=None if growth is None or kl is None else kl * growth,
+        ess=None if growth is None or ess is None else max(ess, 1e-6) ** growth,
     )
 
 
@@ -158,8 +166,8 @@ class Outlook:
             [generate for generate, _ in self._lines],
             [train for _, train in self._lines],
             lag=round(found.get("contract/versions/s_old_max", 0.0)),
-            kl=found.get("contract/logprobs/kl_k3", 0.0),
-            ess=ess[0] if ess else 1.0,
+            kl=found.get("contract/logprobs/kl_k3"),
+            ess=ess[0] if ess else None,
             staleness=found.get("contract/versions/token_staleness", 0.0),
         )
 
