@@ -342,3 +342,17 @@ async def test_books_add_up_whatever_fails_and_over_restarts(seed: int, tmp_path
         await producer.drain(task, 0.0)  # killed: what happened since `saved` is forgotten
         producer.check()
     assert len(trained) == len(set(trained)), "a trajectory was trained twice"
+
+
+def test_the_time_under_the_limit_on_age_is_measured() -> None:
+    async def share(limit: int | None) -> float:
+        producer = Bench(lambda prompt, number: 10.0, samples=16, max_weight_staleness=limit).producer()
+        async with running(producer):
+            taken = await producer.take(2)
+            producer.gauges([])
+            await asyncio.sleep(30.0)  # the trainer is busy, and with a limit of 0 nothing may start
+            producer.trained(taken)
+            return producer.gauges([])["async/limited_fraction"]
+
+    assert run_virtual(share(0)) == pytest.approx(1.0, abs=0.05)
+    assert run_virtual(share(None)) == 0.0

@@ -119,6 +119,8 @@ class Producer:
         self.queue = Occupancy(clock)
         self.blocked = Occupancy(clock)
         """1 while a full buffer holds the rollout back."""
+        self.limited = Occupancy(clock)
+        """1 while the limit on age does."""
         self._tally = Tally(group_size=budget.group_size)
         self._refused = 0
         """Groups in a row that failed or were filtered."""
@@ -141,7 +143,9 @@ class Producer:
                     await self._change("a free place for a group")
 
     def _has_room(self) -> bool:
-        if self._holds or self._waiting or self._would_be_stale():
+        limited = self._would_be_stale()
+        self.limited.set(float(limited))
+        if self._holds or self._waiting or limited:
             return False
         size, budget = self._budget.group_size, self._budget
         if budget.refill == "sample":
@@ -349,6 +353,7 @@ class Producer:
             "async/queue_size": self.queue.level,
             "async/queue_fill": self.queue.mean() / capacity,
             "async/blocked_fraction": self.blocked.mean(),
+            "async/limited_fraction": self.limited.mean(),
         }
 
     # --- checkpoints --------------------------------------------------------------------------------------------------

@@ -160,6 +160,7 @@ ASYNC = (
     Metric("async/queue_size", "groups", "groups in the buffer at the end of the step", True),
     Metric("async/queue_fill", "fraction", "of the buffer's capacity that was used, mean over time", True),
     Metric("async/blocked_fraction", "fraction", "of the time that a full buffer held the rollout back", True),
+    Metric("async/limited_fraction", "fraction", "of the time that the limit on age held the rollout back", True),
 )
 CLOCK = (
     Metric(

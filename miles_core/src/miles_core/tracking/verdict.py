@@ -55,10 +55,16 @@ def judge(figures: Mapping[str, float]) -> State | None:
             "max_weight_staleness, or publish less often",
         )
     if trainer_idle > IDLE and trainer_idle >= blocked:
+        limited = figures.get("async/limited_fraction", 0.0)
+        advice = "add engines, or raise max_concurrent_samples if the engines have room"
+        if limited > IDLE:
+            advice = (
+                f"max_weight_staleness holds the rollout back {limited:.0%} of the time, more engines or samples in "
+                "flight change nothing then: raise it"
+            )
         return State(
             verdict=Verdict.ROLLOUT_BOUND,
-            sentence=f"the trainer waits {trainer_idle:.0%} of the time and the buffer is {fill:.0%} full: add "
-            "engines, or raise max_concurrent_samples if the engines have room",
+            sentence=f"the trainer waits {trainer_idle:.0%} of the time and the buffer is {fill:.0%} full: {advice}",
         )
     if blocked > IDLE:
         return State(
