@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from miles_core.rollout.ledger import Fate
+from miles_core.testing.preloaded import environment
 from miles_core.tracking import rollouts
 
 if TYPE_CHECKING:
@@ -164,8 +165,6 @@ class Fire:
 
 def with_tool(workspace: Workspace) -> dict[str, str]:
     """Install environment `tool` beside the run-file; the environment variables that make it known."""
-    from .conftest import environment
-
     folder = workspace.folder
     (folder / "tool_chat.py").write_text(TOOL)
     (folder / "tool_chat_plugin.py").write_text(PLUGIN)
@@ -182,8 +181,6 @@ def started(
     workspace: Workspace, overrides: dict[str, Any], *arguments: str, env: dict[str, str] | None = None
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The run, killed when the block fails."""
-    from miles_core.testing.preloaded import environment
-
     command = workspace.command(*arguments, overrides=overrides)
     with (workspace.folder / "output.txt").open("a") as output:
         run = subprocess.Popen(command, stdout=output, stderr=output, env=env or environment(), start_new_session=True)

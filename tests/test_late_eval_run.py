@@ -11,6 +11,7 @@ import pytest
 
 from miles_core.report.html import summary
 from miles_core.report.load import load_run
+from miles_core.testing.preloaded import environment
 from miles_core.tracking.names import is_clock, undeclared
 
 if TYPE_CHECKING:
@@ -89,8 +90,6 @@ def test_a_function_of_the_users_gets_the_snapshot_and_its_failure_is_a_counted_
 
 @pytest.mark.slow
 def test_a_killed_run_takes_up_the_evaluations_that_were_open(workspace: Workspace) -> None:
-    from .conftest import environment
-
     (workspace.folder / "grader.py").write_text(PATIENT)
     overrides = {
         "placement.mode": "separate",
