@@ -16,7 +16,7 @@ from miles_core.testing.recording import RecordingOptions
 from miles_core.testing.transport import TransportConformance
 from miles_transports.cuda_ipc import CudaIpcTransport, assign
 from miles_transports.options import CudaIpcOptions
-from miles_transports.shared_block import SHARED_MEMORY, SharedBlock, open_block
+from miles_transports.shared_block import PREFIX, SHARED_MEMORY, SharedBlock, open_block
 
 CPU = torch.device("cpu")
 
@@ -76,17 +76,9 @@ def test_a_block_that_shared_memory_cannot_hold_is_refused_before_anybody_writes
     assert blocks() == before
 
 
-ENDED = """
-import os, sys, torch
-from miles_transports.shared_block import SharedBlock
-print(SharedBlock(16, torch.device("cpu"))._path, flush=True)
-os._exit(9)  # as a process that is killed: it closes nothing
-"""
-
-
 def test_what_a_killed_process_left_is_removed_and_what_a_live_one_holds_is_not() -> None:
-    command = [sys.executable, "-c", ENDED]
-    left = Path(subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout.strip())
+    left = SHARED_MEMORY / f"{PREFIX}test-{os.getpid()}"
+    left.touch()  # no process has it locked
     mine = SharedBlock(16, CPU)
     assert left.is_file(), "it may be as young as one that is not locked yet"
     assert mine._path is not None

@@ -12,7 +12,7 @@ import safetensors
 import safetensors.torch
 import torch
 import xxhash
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.errors import TransportError
@@ -64,6 +64,7 @@ def pairs(draw: st.DrawFn) -> tuple[Bytes, Bytes, int]:
     return old, new, width
 
 
+@settings(max_examples=40)
 @given(pairs(), st.sampled_from(["xor", "overwrite", "full"]))
 def test_applying_a_delta_to_its_base_gives_the_new_bytes(case: tuple[Bytes, Bytes, int], encoding: Encoding) -> None:
     old, new, width = case
@@ -77,6 +78,7 @@ def test_applying_a_delta_to_its_base_gives_the_new_bytes(case: tuple[Bytes, Byt
         assert delta.changed_bytes == changed > 0
 
 
+@settings(max_examples=40)
 @given(pairs())
 def test_overwrite_can_be_applied_twice_and_a_second_xor_is_found_by_the_checksum(
     case: tuple[Bytes, Bytes, int],
@@ -90,6 +92,7 @@ def test_overwrite_can_be_applied_twice_and_a_second_xor_is_found_by_the_checksu
     assert checksum(twice, "xxh3-128") != checksum(new, "xxh3-128")
 
 
+@settings(max_examples=40)
 @given(pairs(), st.booleans(), st.sampled_from(CHECKSUMS))
 def test_memory_moves_forward_in_place_and_back_again(
     case: tuple[Bytes, Bytes, int], read_only: bool, kind: Checksum
