@@ -83,7 +83,9 @@ def start_server(cpu_options: dict[str, object], tmp_path_factory: pytest.TempPa
             settings = settings.model_copy(update={"env": {**settings.env, "SGLANG_CPU_STEP_S": str(step_s)}})
         context = EngineContext(model_path=str(model), context_length=None, device="cpu", seed=0, routes=routes)
         port = free_port()
-        argv = command(settings, context, context_length=context_length, port=port, version=-1, stream_interval=1)
+        argv = command(
+            settings, context, context_length=context_length, port=port, name="test", version=-1, stream_interval=1
+        )
         log = tmp_path_factory.mktemp("server") / "server.log"
         live = Live(f"http://127.0.0.1:{port}", ServerProcess(argv, environment(settings), log, []))
         started.append(live)

@@ -60,6 +60,12 @@ def test_an_event_whose_log_probs_belong_to_other_tokens_is_refused() -> None:
         parse(broken, "here")
     with pytest.raises(EngineError, match="not finite"):
         parse(event([4], float("nan")), "here")
+    absent: Any = None  # how the server's JSON tells it
+    with pytest.raises(EngineError, match="not finite"):
+        parse(event([4], absent), "here")
+    for strange in ({"text": "x"}, {"meta_info": {"output_token_logprobs": [[]]}}, {"meta_info": []}):
+        with pytest.raises(EngineError, match="not the form"):
+            parse(strange, "here")
     assert parse(event([4], 1e-9), "here").logprobs == [0.0]
 
 

@@ -148,3 +148,20 @@ def test_a_run_that_never_stops_sampling_over_a_server_it_is_attached_to(
     assert [line["step"] for line in lines] == [1, 2, 3, 4]
     assert [event for event in job.lines("events.jsonl") if event["event"] == "contract_broken"] == []
     assert seeded.process.exit_code is None, "the run ended a server that is not its own"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pick", ["disk-delta", "p2p", "ray"])
+def test_transports_and_executors_reach_a_server_through_the_engine_alone(
+    seeded: Any, tmp_path_factory: pytest.TempPathFactory, tmp_path: Path, pick: str
+) -> None:
+    engine = {"urls": [seeded.url], "dtype": "float32", "deterministic": True}
+    delta = {"use": "disk-delta", "publish_dir": str(tmp_path / "published"), "local_dir": str(tmp_path / "local")}
+    sections: dict[str, Any] = {"schedule": {"steps": 2}, "check_weight_update_equal": True}
+    sections["transport"] = {"disk-delta": delta, "p2p": "p2p", "ray": "broadcast"}[pick]
+    if pick != "disk-delta":
+        sections |= {"executor": "ray", "placement": {"mode": "separate"}}
+    with Job(tmp_path, make_models(tmp_path_factory.getbasetemp()).served, engine, **sections) as job:
+        job.wait()
+    check(job, 2)
+    assert [event for event in job.lines("events.jsonl") if event["event"] == "weights_equal"]

@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+from aiohttp import web
 from pydantic import ValidationError
 from safetensors.torch import load_file
 
@@ -23,6 +24,7 @@ from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import NamedTensor
 from miles_sglang.checkpoint import Checkpoint, read_checkpoint
 from miles_sglang.dialect import Dialect
+from miles_sglang.engine import SglangEngine
 from miles_sglang.launch import SERVERSIDE, command, environment
 from miles_sglang.options import ServerOptions, SglangOptions
 from miles_sglang.process import ServerProcess
@@ -53,7 +55,7 @@ def context(model: Path, **changes: Any) -> EngineContext:
 class TestCommand:
     def test_flags_follow_from_options_and_context(self, model: Path) -> None:
         options = ServerOptions(python="/env/python", tensor_parallel=4, server_args={"attention-backend": "fa3"})
-        argv = command(options, context(model), context_length=96, port=9, version=-1, stream_interval=3)
+        argv = command(options, context(model), context_length=96, port=9, name="one", version=-1, stream_interval=3)
         assert argv[:3] == ["/env/python", "-m", "sglang.launch_server"]
         for flag in (
             "--tp-size=4",
@@ -67,12 +69,16 @@ class TestCommand:
         assert "--context-length=104" in argv
         assert not [flag for flag in argv if "deterministic" in flag or "routed" in flag]
         assert "--enable-return-routed-experts" in command(
-            options, context(model, routes=True), context_length=96, port=9, version=-1, stream_interval=3
+            options, context(model, routes=True), context_length=96, port=9, name="one", version=-1, stream_interval=3
         )
 
     def test_arguments_that_miles_sets_are_refused(self) -> None:
         with pytest.raises(ValidationError, match="Miles sets tp-size itself"):
             SglangOptions(server_args={"tp-size": 2})
+
+    def test_keys_do_not_go_where_anybody_reads_them(self) -> None:
+        with pytest.raises(ValidationError, match="Miles sets api-key itself"):
+            SglangOptions(server_args={"api-key": "secret"})
 
     def test_the_server_sees_its_own_packages_only(self) -> None:
         env = environment(ServerOptions(env={"A": "1"}, python_path=("/x",)), {"PYTHONPATH": "/miles", "PATH": "/bin"})
@@ -210,3 +216,33 @@ class TestProcess:
         owner.stdout.close()
         assert _eventually(lambda: _group(leader) == [])
         assert _eventually(lambda: not scratch.exists())
+
+
+class TestStart:
+    def options(self, tmp_path: Path, module: str, **more: Any) -> SglangOptions:
+        folders: dict[str, Any] = {"staging_dir": str(tmp_path), "log_dir": str(tmp_path / "logs")}
+        return SglangOptions(python=sys.executable, module=module, python_path=(str(tmp_path),), **folders, **more)
+
+    async def test_a_server_that_cannot_start_is_told_with_its_last_words(self, model: Path, tmp_path: Path) -> None:
+        options = self.options(tmp_path, "json.tool", server_args={"no_such_argument": 3})
+        with pytest.raises(EngineError, match=r"(?s)ended while it started.*exit code 2.*no-such-argument"):
+            await SglangEngine(options, context(model, device="cpu")).start()
+        assert list(tmp_path.glob("miles-sglang-*")) == [], "staged weights are left behind"
+
+    async def test_another_server_at_its_port_is_not_taken_for_it(
+        self, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        async def answer(_: web.Request) -> web.Response:
+            return web.json_response({"served_model_name": "somebody's", **GOOD})
+
+        app = web.Application()
+        app.add_routes([web.get("/{path:.*}", answer)])
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        monkeypatch.setattr("miles_sglang.server.free_port", lambda: runner.addresses[0][1])
+        (tmp_path / "loading.py").write_text("import time; time.sleep(600)")
+        options = self.options(tmp_path, "loading", start_timeout_s=1.0)
+        with pytest.raises(EngineError, match="did not become ready"):
+            await SglangEngine(options, context(model, device="cpu")).start()
+        await runner.cleanup()

@@ -36,7 +36,7 @@ class Client:
 
     def __init__(self, url: str, where: str) -> None:
         self.url = url.rstrip("/")
-        self._where = f"{where} at {self.url}"
+        self._where = f"{where} at {without_password(self.url)}"
         self._session: aiohttp.ClientSession | None = None
 
     def _http(self) -> aiohttp.ClientSession:
@@ -169,6 +169,12 @@ class EventReader:
                 do="look for a proxy in between, or another program at this address",
             )
         return event
+
+
+def without_password(url: str) -> str:
+    """The address as errors and logs may tell it."""
+    scheme, _, rest = url.rpartition("//")
+    return f"{scheme}//{rest.rpartition('@')[2]}" if scheme else rest.rpartition("@")[2]
 
 
 def encode(body: Json) -> bytes:

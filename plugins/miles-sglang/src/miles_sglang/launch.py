@@ -24,6 +24,7 @@ def command(
     *,
     context_length: int,
     port: int,
+    name: str,
     version: int,
     stream_interval: int,
     adapter: Adapter | None = None,
@@ -32,12 +33,14 @@ def command(
 
     Args:
         context_length: Tokens of a row at most.
+        name: Tells this server from another that took its port first.
         version: Of the weights it starts with.
         adapter: Room is made for it, and for others of its rank and modules; it is loaded later.
     """
     device, _, first_gpu = context.device.partition(":")
     flags: dict[str, object] = {
         "model_path": context.model_path,
+        "served_model_name": name,
         "host": "127.0.0.1",
         "port": port,
         "device": device,

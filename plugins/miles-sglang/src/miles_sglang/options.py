@@ -90,11 +90,12 @@ class TeacherOptions(ServerOptions):
 
 RESERVED = frozenset(
     {
-        "model_path", "host", "port", "device", "dtype", "tp", "tp_size", "tensor_parallel_size", "dp", "dp_size",
+        "model_path", "served_model_name", "api_key", "admin_api_key",
+        "host", "port", "device", "dtype", "tp", "tp_size", "tensor_parallel_size", "dp", "dp_size",
         "data_parallel_size", "context_length", "weight_version", "custom_weight_loader", "random_seed",
         "incremental_streaming_output", "skip_server_warmup", "enable_return_routed_experts", "stream_interval",
         "enable_lora", "max_lora_rank", "lora_target_modules",
         "enable_deterministic_inference", "mem_fraction_static", "max_running_requests", "base_gpu_id",
     }
 )  # fmt: skip
-"""Arguments of the server that follow from the run-file."""
+"""Arguments of the server that follow from the run-file, and keys: on a command line anybody would read them."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -16,7 +17,7 @@ from miles_core.errors import EngineError, MilesError
 from miles_core.kinds.engine import EngineContext
 from miles_core.watch import waiting
 from miles_sglang.adapter import Adapter
-from miles_sglang.client import Client, ServerGone
+from miles_sglang.client import Client, ServerGone, without_password
 from miles_sglang.dialect import Dialect
 from miles_sglang.launch import command, environment
 from miles_sglang.options import ServerOptions
@@ -68,6 +69,7 @@ class Server:
         self._options, self._context, self._context_length = options, context, context_length
         self._stream_interval, self._url, self._scratch = stream_interval, url, scratch
         self._check, self._restore, self._on_up = check, restore, on_up
+        self._address = None if url is None else without_password(url)
         self._where, self._log_name, self._adapter = where, log_name, adapter
         self._process: ServerProcess | None = None
         self._client: Client | None = None
@@ -111,7 +113,8 @@ class Server:
             EngineError: it did not start in time, is too old, or has settings that cannot work.
         """
         with waiting(
-            self._where, on="the SGLang server to start" if self._url is None else f"the server at {self._url}"
+            self._where,
+            on="the SGLang server to start" if self._url is None else f"the server at {without_password(self._url)}",
         ):
             if self._url is None:
                 await self._launch()
@@ -182,12 +185,13 @@ class Server:
         self.health = Health.DOWN
 
     async def _launch(self) -> None:
-        port = free_port()
+        port, name = free_port(), f"miles-{secrets.token_hex(8)}"
         argv = command(
             self._options,
             self._context,
             context_length=self._context_length,
             port=port,
+            name=name,
             version=-1,
             stream_interval=self._stream_interval,
             adapter=self._adapter,
@@ -196,7 +200,7 @@ class Server:
         self._client = Client(f"http://127.0.0.1:{port}", self._where)
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
-                await self._until_ready(self._process)
+                await self._until_ready(self._process, name)
         except TimeoutError as error:
             tail = self._tail()
             await self._stop()
@@ -208,7 +212,8 @@ class Server:
                 do="read the log; raise engine.start_timeout_s if it was still loading or compiling",
             ) from error
 
-    async def _until_ready(self, process: ServerProcess) -> None:
+    async def _until_ready(self, process: ServerProcess, name: str) -> None:
+        """Until the process serves at its port; another server there, which took the port first, is not it."""
         while True:
             if process.exit_code is not None:
                 raise EngineError(
@@ -218,11 +223,13 @@ class Server:
                     do=f"read {process.log}" if process.log else "set engine.log_dir and try again",
                 )
             try:
-                await self.client.get("/model_info", timeout_s=5)
-                await self.client.get("/health", timeout_s=30)
-                return
+                info = await self.client.get("/model_info", timeout_s=5)
+                if isinstance(info, dict) and info.get("served_model_name", name) == name:
+                    await self.client.get("/health", timeout_s=30)
+                    return
             except EngineError:
-                await asyncio.sleep(POLL_S)
+                pass  # not yet; the process or the deadline ends this
+            await asyncio.sleep(POLL_S)
 
     def _log_file(self) -> Path | None:
         folder = self._options.log_dir or self._context.log_dir
@@ -270,7 +277,7 @@ class Server:
         raise self.failure
 
     def _tail(self) -> str:
-        return self._process.tail().strip()[-800:] if self._process is not None else f"attached at {self._url}"
+        return self._process.tail().strip()[-800:] if self._process is not None else f"attached at {self._address}"
 
 
 __all__ = ["Health", "Server", "ServerGone"]
