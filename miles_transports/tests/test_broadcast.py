@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 import time
+from typing import NoReturn, cast
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from miles_core.errors import EngineError, TransportError
-from miles_core.kinds.transport import Transport
+from miles_core.kinds.transport import Transport, WeightSource
 from miles_core.testing.recording import RecordingOptions, example_weights
 from miles_core.testing.transport import TransportConformance
 from miles_core.types import NamedTensor, WeightBucket
@@ -133,6 +135,32 @@ def test_a_driver_that_cannot_be_reached_is_an_error_with_the_remedy() -> None:
     with pytest.raises(TransportError, match=r"transport\.host") as caught:
         Meeting.join(Address(host="127.0.0.1", port=port, timeout_s=0.5, num_engines=1), "engine 0")
     assert "engine 0 cannot reach the driver" in str(caught.value)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])
+async def test_an_address_of_another_host_is_refused_at_once(host: str) -> None:
+    transport = BroadcastTransport(BroadcastOptions(host=host))
+    began = time.monotonic()
+    with pytest.raises(TransportError, match="meeting point") as caught:
+        await transport.open(cast(WeightSource, None), [])
+    assert time.monotonic() - began < 10, "it waited for the address to answer"
+    assert "transport.host" in str(caught.value)
+    assert caught.value.found is not None
+    assert caught.value.found.startswith(f"{host}: ")
+    assert "\n" not in caught.value.found
+
+
+async def test_the_event_loop_runs_on_while_an_address_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = threading.Event()
+
+    def slow(*args: object, **kwargs: object) -> NoReturn:
+        raise OSError("no such name" if ran.wait(5) else "the loop stood still")
+
+    monkeypatch.setattr("miles_transports.meeting.socket.getaddrinfo", slow)
+    opening = asyncio.create_task(BroadcastTransport(BroadcastOptions()).open(cast(WeightSource, None), []))
+    asyncio.get_running_loop().call_later(0, ran.set)
+    with pytest.raises(TransportError, match="no such name"):
+        await opening
 
 
 async def test_the_store_does_not_grow_with_the_number_of_publishes() -> None:

@@ -67,7 +67,7 @@ class JoinedTransport:
         """The attempt succeeded on every engine; blocking, in a thread."""
 
     async def open(self, source: WeightSource, engines: Sequence[Engine]) -> None:
-        meeting, address = Meeting.host(self._host, self._timeout_s, len(engines))
+        meeting, address = await asyncio.to_thread(Meeting.host, self._host, self._timeout_s, len(engines))
         self._attempt = 0
         meeting.tell("attempt", 0)
         meeting.end(0, "no publish has begun")

@@ -1,4 +1,4 @@
-"""The meeting point of a broadcast: a small key-value store in the driver that says who is ready for what.
+"""The meeting point of a transport's ends: a small key-value store in the driver that says who is ready for what.
 
 The control path runs over it, only payloads over the process group. So a party enters a collective only when all others
 have said that they will, and whoever waits for the others can be told that they are not coming.
@@ -68,17 +68,22 @@ class Meeting:
 
     @staticmethod
     def host(host: str, timeout_s: float, num_engines: int) -> tuple[Meeting, Address]:
-        """Open the store in this process on a port that the system picks, so that no port can be in use."""
+        """Open the store in this process on a port that the system picks, so that no port can be in use. Blocking.
+
+        Raises:
+            TransportError: `host` is no address of this host, which the store alone would find out by trying for long.
+        """
         try:
-            store = TCPStore(
-                host, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=CONNECT_TIMEOUT_S)
-            )
-        except dist.DistError as error:
+            _bind(host)
+            patience = timedelta(seconds=min(CONNECT_TIMEOUT_S, timeout_s))
+            store = TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=patience)
+        except (OSError, UnicodeError, dist.DistError) as error:
             raise TransportError(
-                "the meeting point of the broadcast could not be opened",
+                "the meeting point of trainer and engines could not be opened",
                 expected="an address of this host",
-                found=f"{host}: {error}",
-                do="set transport.host to the driver's address",
+                found=f"{host}: {str(error).splitlines()[0]}",
+                where=f"host {socket.gethostname()}",
+                do="set transport.host to an address of the driver's host that every other host reaches",
             ) from error
         address = Address(host=host, port=store.port, timeout_s=timeout_s, num_engines=num_engines)
         return Meeting(store, timeout_s), address
@@ -149,6 +154,20 @@ class Meeting:
     def leave(self) -> None:
         """Make every wait in this party raise; callable from another thread."""
         self._left = True
+
+
+def _bind(host: str) -> None:
+    """Raise unless this host listens under one of the addresses of `host`. Looking a name up blocks."""
+    refusal: OSError | None = None
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.bind(address)
+            return
+        except OSError as error:
+            refusal = error
+    if refusal is not None:
+        raise refusal
 
 
 def own_address(host: str, port: int) -> str:
