@@ -85,6 +85,7 @@ class CudaIpcSender:
             bucket = keys[0].split("/")[2]
             self._meeting.wait(self._attempt, keys, missing=f"the taking of bucket {bucket}")
             self._read += [*keys, f"{self._attempt}/{self._rank}/{bucket}/layout"]
+            self._blocks[slot].mapped()
 
     def _block(self, slot: int, num_bytes: int) -> SharedBlock:
         block = self._blocks.get(slot)
@@ -117,7 +118,7 @@ class CudaIpcReceiver:
         self._meeting = Meeting.join(address, f"engine {engine}", patience=ENGINE_PATIENCE)
         place, self._device = here()
         self._meeting.tell(f"engine_place/{engine}", place)
-        self._mapped: dict[str, torch.Tensor] = {}
+        self._mapped: dict[int, tuple[str, torch.Tensor]] = {}  # by slot
         self._memory = Recycled()
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
@@ -135,7 +136,7 @@ class CudaIpcReceiver:
                     "another version arrived", expected=f"version {version}", found=f"version {layout.version}"
                 )
             copy = self._memory.take(layout.num_bytes, self._device)
-            copy.copy_(self._map(handle)[: layout.num_bytes])
+            copy.copy_(self._map(index % BLOCKS, handle)[: layout.num_bytes])
             _synchronise(self._device)
             meeting.raise_if_over(attempt)
             meeting.tell(f"{prefix}/taken/engine {self._engine}", True)
@@ -143,12 +144,11 @@ class CudaIpcReceiver:
             yield unpack(copy, layout)
             del copy  # its memory may be the next bucket's, where the caller has let go of it too
 
-    def _map(self, handle: str) -> torch.Tensor:
-        if handle not in self._mapped:
-            if len(self._mapped) >= 2 * BLOCKS:  # blocks that the sender has replaced by larger ones
-                self._mapped.clear()
-            self._mapped[handle] = open_block(handle, self._device)
-        return self._mapped[handle]
+    def _map(self, slot: int, handle: str) -> torch.Tensor:
+        """The sender's block; mapped once, since it then loses its name, until a larger one takes its place."""
+        if slot not in self._mapped or self._mapped[slot][0] != handle:
+            self._mapped[slot] = handle, open_block(handle, self._device)
+        return self._mapped[slot][1]
 
     def close(self) -> None:
         self._meeting.leave()

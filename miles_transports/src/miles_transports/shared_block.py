@@ -2,18 +2,21 @@
 
 The owner makes a block once and uses it again and again; its handle is a line of text. A block of this very process is
 found by its number, since CUDA does not open a handle where it was made.
+
+A file in /dev/shm outlives its processes. So a block loses its name once all have mapped it, and until then its owner
+holds a lock on it, which ends with the process: whoever makes a block removes those that nobody locks.
 """
 
 from __future__ import annotations
 
 import base64
+import contextlib
 import fcntl
 import itertools
 import json
 import os
 import pickle
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,6 @@ from miles_core.errors import TransportError
 SHARED_MEMORY = Path("/dev/shm")
 """Main memory under file names, on every Linux."""
 PREFIX = "miles-block-"
-SETTLED_S = 60.0
-"""Age from which a block that nobody holds is nobody's."""
 _DEVICE_ARGUMENT = 6
 """Where `torch.multiprocessing.reductions.rebuild_cuda_tensor` takes the device's index."""
 
@@ -42,15 +43,14 @@ class SharedBlock:
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self._number = next(_numbers)
-        self._path: Path | None = None
+        self._named: tuple[Path, int] | None = None  # and the handle that holds the lock
         if device.type == "cuda":
             self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
             data = base64.b64encode(pickle.dumps(_cuda_handle(self.bytes))).decode()
         else:
-            name, self._lock = _reserve(num_bytes)
-            self._path = Path(name)
-            self.bytes = torch.from_file(name, shared=True, size=num_bytes, dtype=torch.uint8)
-            data = name
+            self._named = _reserve(num_bytes)
+            data = str(self._named[0])
+            self.bytes = torch.from_file(data, shared=True, size=num_bytes, dtype=torch.uint8)
         _own[self._number] = self.bytes
         self.handle = json.dumps([os.getpid(), self._number, device.type, num_bytes, data])
 
@@ -58,25 +58,28 @@ class SharedBlock:
     def num_bytes(self) -> int:
         return self.bytes.numel()
 
+    def mapped(self) -> None:
+        """Give the name up: all who read the block have mapped it, and it goes with the last of them. Idempotent."""
+        named, self._named = self._named, None
+        if named is not None:
+            path, handle = named
+            path.unlink(missing_ok=True)
+            os.close(handle)
+
     def close(self) -> None:
-        """Give the name up; who mapped the block keeps what it sees. Idempotent."""
+        """Give the block up; who mapped it keeps what it sees. Idempotent."""
         _own.pop(self._number, None)
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
-            os.close(self._lock)
-            self._path = None
+        self.mapped()
 
 
-def _reserve(num_bytes: int) -> tuple[str, int]:
-    """A file of so many bytes in shared memory, locked as long as this process lives; taken now, since memory that is
-    missing later is a bus error."""
-    _sweep()
-    handle, name = tempfile.mkstemp(prefix=PREFIX, dir=SHARED_MEMORY)
+def _reserve(num_bytes: int) -> tuple[Path, int]:
+    """A locked file of so many bytes in shared memory; taken now, since memory that is missing later is a bus error."""
+    _remove_orphans()
+    path, handle = _locked_file()
     try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
         os.posix_fallocate(handle, 0, num_bytes)
     except OSError as error:
-        os.unlink(name)
+        path.unlink()
         os.close(handle)
         room = os.statvfs(SHARED_MEMORY)
         raise TransportError(
@@ -86,25 +89,28 @@ def _reserve(num_bytes: int) -> tuple[str, int]:
             where=str(SHARED_MEMORY),
             do="give the container more (docker run --shm-size), or set backend.bucket_mib lower",
         ) from error
-    return name, handle
+    return path, handle
 
 
-def _sweep() -> None:
-    """Remove what processes that were killed left here: nobody holds its lock."""
+def _locked_file() -> tuple[Path, int]:
+    while True:
+        handle, name = tempfile.mkstemp(prefix=f"{PREFIX}{os.getpid()}-", dir=SHARED_MEMORY)
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        if os.fstat(handle).st_nlink:
+            return Path(name), handle
+        os.close(handle)  # another process took it for an orphan before it was locked
+
+
+def _remove_orphans() -> None:
+    """Blocks whose owner was killed before they were mapped. Process ids would not do: containers share the folder."""
     for path in SHARED_MEMORY.glob(f"{PREFIX}*"):
-        try:
-            if time.time() - path.stat().st_mtime < SETTLED_S:
-                continue  # perhaps made just now, and not locked yet
-            handle = os.open(path, os.O_RDWR)
-        except OSError:
-            continue  # gone meanwhile, or another user's
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink(missing_ok=True)
-        except BlockingIOError:
-            pass  # its owner lives
-        finally:
-            os.close(handle)
+        with contextlib.suppress(OSError):  # gone meanwhile, or another user's
+            handle = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # refused while the owner lives
+                path.unlink()
+            finally:
+                os.close(handle)
 
 
 def open_block(handle: str, device: torch.device) -> torch.Tensor:
