@@ -66,3 +66,18 @@ def test_bench_tries_what_is_usable_names_what_is_not_and_recommends_one(
     assert "colocated" in found["p2p"]["why_not"]
     assert told["recommended"] in transports
     assert "pause" in told["reason"]
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["nosuch={a: 1}"], "no transport `nosuch`"),
+        (["broadcast={use: inprocess}"], "a second time"),
+        (["broadcast={wire: gloo}", "broadcast={timeout_s: 9}"], "a second time"),
+    ],
+)
+def test_bench_refuses_options_that_it_would_not_use(workspace: Workspace, given: list[str], told: str) -> None:
+    flags = [part for text in given for part in ("--with", text)]
+    result = CliRunner().invoke(main, ["bench", "transports", str(workspace.run_file), *flags])
+    assert result.exit_code == 2
+    assert told in result.output

@@ -74,5 +74,7 @@ def _options(given: tuple[str, ...]) -> dict[str, dict[str, object]]:
         tree = yaml12.parse(value).value if separator else None
         if not isinstance(tree, dict):
             raise click.BadParameter(f"{text!r} is not NAME={{key: value, …}}", param_hint="--with")
+        if name in options or "use" in tree:
+            raise click.BadParameter(f"{text!r} names a transport a second time", param_hint="--with")
         options[name] = tree
     return options

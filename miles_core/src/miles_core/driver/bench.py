@@ -19,7 +19,7 @@ from miles_core.config.resolve import ResolvedRun, check_run
 from miles_core.driver.assemble import make, update_settings
 from miles_core.driver.selfcheck import made_up_batch
 from miles_core.driver.settings import choose_device, engine_spec, trainer_spec
-from miles_core.errors import MilesError, TransportError
+from miles_core.errors import ConfigError, MilesError, TransportError
 from miles_core.kinds.executor import Executor, Trainer
 from miles_core.kinds.transport import Transport
 from miles_core.registry import Registry
@@ -48,7 +48,18 @@ def candidates(
 
     Args:
         options: Transport to its options, for those that need some beyond the run-file's own pick.
+
+    Raises:
+        ConfigError: options of a transport that is not installed.
     """
+    names = [entry.name for entry in registry.entries("transport")]
+    if unknown := sorted(options.keys() - set(names)):
+        raise ConfigError(
+            f"there is no transport `{unknown[0]}` to give options to",
+            expected=f"one of {', '.join(names)}",
+            where="--with",
+            do="correct the name, or install the distribution that has it",
+        )
     usable: dict[str, ResolvedRun] = {}
     refused = []
     own = source.tree.get("transport")
