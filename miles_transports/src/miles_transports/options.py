@@ -1,8 +1,17 @@
 """Options of the transports."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    field_validator,
+    model_validator,
+)
 
 
 class InProcessOptions(BaseModel):
@@ -22,11 +31,12 @@ class CudaIpcOptions(BaseModel):
 class DiskDeltaOptions(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    publish_dir: str
+    publish_dir: Annotated[str, Field(min_length=1)]
     """Folder every host sees, or a URL that fsspec opens (s3://bucket/path); each run makes a folder of its own in
     it."""
-    local_dir: str
-    """Folder on a fast disk of each host for two copies of the model; engines of one host share it."""
+    local_dir: Annotated[str, Field(min_length=1)]
+    """Folder, not a URL, on a fast disk of each host; engines of one host share it. It holds two copies of the
+    model, and a third while that is built."""
     encoding: Literal["xor", "overwrite"] = "xor"
     """xor is smaller when much changes; overwrite lists changed elements and can be applied twice."""
     checksum: Literal["xxh3-128", "blake3", "adler32"] = "xxh3-128"
@@ -42,6 +52,13 @@ class DiskDeltaOptions(BaseModel):
     """Address of the driver's host as trainer and engines reach it; the meeting point binds a free port on it."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds engines wait for the publication, the trainer's export included."""
+
+    @field_validator("local_dir")
+    @classmethod
+    def _no_url(cls, place: str) -> str:
+        if "://" in place:
+            raise ValueError("engines map their copies: a folder is needed, not a URL")
+        return place
 
 
 class BroadcastOptions(BaseModel):
@@ -76,3 +93,9 @@ class P2pOptions(BaseModel):
     """Ranks of each engine, each with memory of its own."""
     layout: Literal["hugging-face", "fused"] = "hugging-face"
     """What travels: the checkpoint's tensors, or fused and sharded parameters of one engine rank."""
+
+    @model_validator(mode="after")
+    def _device_of_rdma(self) -> Self:
+        if self.device and self.protocol != "rdma":
+            raise ValueError("device is read with protocol: rdma only")
+        return self
