@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 import time
@@ -187,3 +188,18 @@ def test_tensors_are_read_without_loading_files(make: Callable[..., World]) -> N
     data = folder.data("embed.weight")
     assert isinstance(data.base, np.memmap) or isinstance(data, np.memmap)
     assert not data.flags.writeable
+
+
+class FullDisk(Files):
+    def wrote(self, path: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_full_disk_is_named_with_what_it_should_hold(make: Callable[..., World]) -> None:
+    world = make()
+    key = world.publish(0)
+    with pytest.raises(TransportError, match=r"transport\.local_dir") as caught:
+        world.checkout(files=FullDisk()).materialise(key)
+    assert "3 copies" in str(caught.value)
+    assert str(world.local) in str(caught.value)
+    assert holds(world.checkout().materialise(key), 0)

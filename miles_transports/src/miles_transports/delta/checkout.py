@@ -13,9 +13,11 @@ patched in place: a crash at any point leaves complete folders and rubbish, neve
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import itertools
 import os
+import shutil
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -132,6 +134,16 @@ class Checkout:
                 failures.append(error.message)
                 if start != CHECKPOINT:
                     self._discard(self.folder(start))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                raise TransportError(
+                    f"no room to build version {key[0]}",
+                    expected=f"room for {KEPT + 1} copies of the model",
+                    found=f"{shutil.disk_usage(self._root).free} bytes free ({error.strerror})",
+                    where=str(self._root),
+                    do="point transport.local_dir at a larger disk, or remove folders of finished runs beside this one",
+                ) from error
         raise TransportError(
             f"version {key[0]} cannot be built here",
             expected="a chain of published versions from the checkpoint, a local copy, or a full snapshot",
