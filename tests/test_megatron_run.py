@@ -57,3 +57,9 @@ def test_a_run_on_two_ranks_trains_as_fsdp_does(
         # Step 1 samples from equal weights with equal seeds: the same tokens, hence the same figures.
         assert found[1][key] == pytest.approx(fsdp[1][key], rel=1e-3, abs=1e-5), key
     assert all(line["contract/logprobs/abs_diff_max"] < 1e-3 for line in found[1:])
+
+    # The checkpoint of two ranks goes on as one.
+    done = workspace.train("--resume", overrides={"name": "megatron", "schedule.steps": 4, "backend": "megatron"})
+    assert "placement.trainer_ranks" in done.stdout + done.stderr
+    assert workspace.lines(name="megatron")[:3] == found[:3]  # the last one is recorded again
+    assert [line["step"] for line in workspace.lines(name="megatron")] == [0, 1, 2, 3, 4]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from pathlib import Path
@@ -52,7 +53,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, other: dict[st
 def test_another_format_is_refused(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, state(), updates=1)
     manifest = tmp_path / checkpoint.MANIFEST
-    manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 99'))
+    manifest.write_text(manifest.read_text().replace(f'"format": {checkpoint.FORMAT}', '"format": 99'))
     with pytest.raises(CheckpointError, match="format 99"):
         checkpoint.load(tmp_path, state())
 
@@ -69,6 +70,12 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: py
     bomb = pickle.dumps(Explosive())
     whole = (folder / ".metadata").read_bytes()
     (folder / ".metadata").write_bytes(bomb.ljust(len(whole), b"\0"))
+    with pytest.raises(CheckpointError, match=r"other bytes in \.metadata"):
+        checkpoint.load(folder, state())
+    # Whoever can write the folder can also write its digests.
+    manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
+    manifest["files"][".metadata"][1] = checkpoint._digest(folder / ".metadata")
+    (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"refuses \w+\.system"):
         checkpoint.load(folder, state())
     assert not (tmp_path / "exploded").exists()
@@ -79,9 +86,19 @@ def test_a_manifest_cannot_point_outside_its_folder(tmp_path: Path) -> None:
     checkpoint.save(folder, state(), updates=1)
     (tmp_path / "secret").write_text("x")
     manifest = folder / checkpoint.MANIFEST
-    manifest.write_text(manifest.read_text().replace('"files": {', '"files": {"../secret": 1, '))
+    manifest.write_text(manifest.read_text().replace('"files": {', '"files": {"../secret": [1, "0"], '))
     with pytest.raises(CheckpointError, match=r"no \.\./secret"):
         checkpoint.load(folder, state())
+
+
+def test_a_flipped_bit_in_the_weights_is_found(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, state(), updates=1)
+    file = next(tmp_path.glob("*.distcp"))
+    raw = bytearray(file.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    file.write_bytes(raw)
+    with pytest.raises(CheckpointError, match=f"other bytes in {file.name}"):
+        checkpoint.load(tmp_path, state())
 
 
 def test_a_full_disk_is_a_checkpoint_error_that_leaves_no_manifest(

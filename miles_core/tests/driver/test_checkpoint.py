@@ -89,9 +89,21 @@ async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     (path / "driver.json").write_text(json.dumps({**content, "format": 99}, indent=1, sort_keys=True))
     manifest = json.loads((path / "manifest.json").read_text())
     manifest["files"]["driver.json"] = (path / "driver.json").stat().st_size
+    manifest["digests"] = checkpoint._digests(path)
     (path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match="another format"):
         checkpoint.load(path)
+
+
+async def test_a_flipped_bit_passes_a_checkpoint_over(tmp_path: Path) -> None:
+    await saved(tmp_path, 1)
+    path = await saved(tmp_path, 2)
+    text = (path / "driver.json").read_text()
+    (path / "driver.json").write_text(text.replace('"step": 2', '"step": 3'))
+    found, (passed,) = checkpoint.newest(tmp_path)
+    assert found is not None
+    assert found.step == 1
+    assert "damaged" in passed
 
 
 async def test_steps_sort_by_number_not_by_text(tmp_path: Path) -> None:

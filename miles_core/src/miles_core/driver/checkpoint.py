@@ -3,8 +3,8 @@
     checkpoints/step_000012/
         driver.json      step, data cursor, version, metrics of the step (everything the driver itself must remember)
         backend/         written by the backend's ranks
-    groups/          finished groups that wait to be trained, where sampling and training overlap
-        manifest.json    every file with its size; written last
+        groups/          finished groups that wait to be trained, where sampling and training overlap
+        manifest.json    every file with its size, those of the driver with a digest; written last
 
 A save goes to ``step_000012.partial`` and is renamed when everything is on disk, so a directory without ``.partial``
 was complete once; the manifest catches one that was copied or truncated later. Neither is ever loaded half-written.
@@ -13,6 +13,7 @@ was complete once; the manifest catches one that was copied or truncated later. 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 import re
@@ -21,6 +22,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import xxhash
 
 from miles_core.errors import CheckpointError
 
@@ -67,7 +70,7 @@ async def save(
             write_groups(partial / "groups")
         await write_backend(partial / "backend")
         _write_json(partial / "driver.json", {"format": FORMAT, "step": step, "state": dict(state)})
-        _write_json(partial / "manifest.json", {"files": _sizes(partial)})
+        _write_json(partial / "manifest.json", {"files": _sizes(partial), "digests": _digests(partial)})
         _sync_tree(partial)
         if final.exists():  # the same step again, after a resume from an older checkpoint
             shutil.rmtree(final)
@@ -98,12 +101,13 @@ def load(path: Path) -> Checkpoint:
     """Read and verify one checkpoint directory.
 
     Raises:
-        CheckpointError: a file is missing, of another size, or of a newer format.
+        CheckpointError: a file is missing, of another size, damaged, or of a newer format.
     """
     if path.name.endswith(".partial"):
         raise CheckpointError("half-written checkpoint", where=str(path), do="use an older one")
     try:
-        files = json.loads((path / "manifest.json").read_text())["files"]
+        manifest = json.loads((path / "manifest.json").read_text())
+        files, digests = manifest["files"], manifest["digests"]
         driver = json.loads((path / "driver.json").read_text())
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
@@ -119,6 +123,14 @@ def load(path: Path) -> Checkpoint:
                 where=str(path),
                 do="use an older one, or restore the file",
             )
+    if changed := [name for name, digest in _digests(path).items() if digests.get(name) != digest]:
+        raise CheckpointError(
+            "damaged checkpoint",
+            expected="the bytes that were saved",
+            found=f"other bytes in {', '.join(changed)}",
+            where=str(path),
+            do="use an older one, or restore the file",
+        )
     if driver["format"] != FORMAT:
         raise CheckpointError(
             "checkpoint of another format", expected=str(FORMAT), found=str(driver["format"]), where=str(path)
@@ -144,6 +156,16 @@ def _sizes(path: Path) -> dict[str, int]:
         for file in sorted(path.rglob("*"))
         if file.is_file() and file.name != "manifest.json"
     }
+
+
+def _digests(path: Path) -> dict[str, str]:
+    """xxh3-128 of the driver's own files; the backend's ranks look after theirs."""
+    found = {}
+    for name in _sizes(path):
+        if not name.startswith("backend/"):
+            with (path / name).open("rb") as file:
+                found[name] = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+    return found
 
 
 def _write_json(path: Path, value: Any) -> None:

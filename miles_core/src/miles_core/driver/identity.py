@@ -14,26 +14,34 @@ MAY_CHANGE = (
     "checkpoint",
     "eval",
     "data.eval",
+    "backend",
+    "placement",
+    "engine",
+    "executor",
+    "transport",
     "tracking",
     "stall_s",
     "weights",
     "check_weight_update_equal",
     "plugins",
 )
-"""What a resumed run may change: none of it alters the steps that are done."""
+"""What a resumed run may change: none of it alters the steps that are done, and a checkpoint is read under any layout.
+Figures of the steps to come then agree to rounding, not bit for bit."""
+MUST_STAY = ("backend.use", "engine.use")
+"""Within those: another backend cannot read the checkpoint, and another engine is another sampler."""
 
 
-def check_same_run(directory: RunDir, spec: RunSpec) -> None:
-    """Raise RunError naming every key that differs, unless a resumed run may change it."""
+def check_same_run(directory: RunDir, spec: RunSpec) -> list[str]:
+    """Keys that differ and may.
+
+    Raises:
+        RunError: naming every key that differs and may not.
+    """
     before = _flat(yaml12.parse((directory.path / "run.yaml").read_text()).value)
     now = _flat(spec.model_dump(mode="json"))
     missing = object()
-    differing = [
-        key
-        for key in sorted(before.keys() | now.keys())
-        if before.get(key, missing) != now.get(key, missing)
-        and not any(key == free or key.startswith(free + ".") for free in MAY_CHANGE)
-    ]
+    changed = [key for key in sorted(before.keys() | now.keys()) if before.get(key, missing) != now.get(key, missing)]
+    differing = [key for key in changed if key in MUST_STAY or not _within(key, MAY_CHANGE)]
     if differing:
         raise RunError(
             "this run directory belongs to a different run-file",
@@ -42,6 +50,11 @@ def check_same_run(directory: RunDir, spec: RunSpec) -> None:
             where=str(directory.path / "run.yaml"),
             do="resume with the same values, or give this run another `name`",
         )
+    return changed
+
+
+def _within(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == section or key.startswith(section + ".") for section in sections)
 
 
 def _flat(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -82,7 +82,8 @@ def _claim(directory: RunDir, resolved: ResolvedRun, *, resume: bool, fresh: boo
         )
     directory.open()
     if resume:
-        check_same_run(directory, resolved.spec)
+        if changed := check_same_run(directory, resolved.spec):
+            say(f"resumed with other values of {', '.join(changed)}")
     elif directory.exists():
         directory.close()
         say(f"the earlier run is kept as {directory.set_aside()}")

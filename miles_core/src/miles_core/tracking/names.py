@@ -188,7 +188,7 @@ SYNC = (
     Metric("sync/verify_s", "s", "proving the live weights: digests of the engines", True),
     Metric("sync/verified_tensors", "tensors", "tensors whose live digest was compared", True),
     Metric("sync/probe_s", "s", "proving by probes: engines continue them, the trainer scores them", True),
-    Metric("sync/probe_gap", "nats", "largest |engine - trainer| log-prob of a probe token", True),
+    Metric("sync/probe_gap", "nats", "mean |engine - trainer| log-prob of the probe tokens, of the worst engine", True),
     Metric("sync/wire_bytes", "bytes", "bytes the transport moved or wrote", True),
     Metric("sync/density", "fraction", "bytes of the model that changed since the last version", True),
 )

@@ -2,9 +2,10 @@
 
     directory/
       .metadata, *.distcp   masters and AdamW moments, as DCP lays them out
-      trainer.json          written last: what must be there, how large, after how many updates
+      trainer.json          written last: what must be there, with sizes and digests, after how many updates
 
-A directory without `trainer.json`, or with a file of another size than it says, is half written and refused.
+A directory without `trainer.json`, or with a file of another size than it says, is half written and refused; one with
+other bytes is damaged and refused. Each rank digests what it wrote, and a share of the files when they are read.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -31,8 +33,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from miles_core.errors import CheckpointError
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "trainer.json"
+Part = TypeVar("Part")
 
 
 def save(
@@ -55,8 +58,9 @@ def save(
             old.unlink(missing_ok=True)
         with _one_process_is_meant():
             dcp_save(dict(tensors), storage_writer=FileSystemWriter(directory), no_dist=not distributed)
+        files = _written(directory)
         if not distributed or dist.get_rank() == 0:
-            _write_manifest(directory, tensors if described is None else described, updates)
+            _write_manifest(directory, tensors if described is None else described, updates, files)
     except (OSError, CheckpointException) as error:
         raise CheckpointError(
             "the trainer's state cannot be saved",
@@ -85,6 +89,7 @@ def load(directory: Path, tensors: Mapping[str, Tensor], *, described: Mapping[s
             where=str(directory),
             do="resume with the run-file that wrote it, or start a new run",
         )
+    _check_digests(directory, manifest["files"])
     try:
         with _one_process_is_meant():
             dcp_load(dict(tensors), storage_reader=_Reader(directory), no_dist=not dist.is_initialized())
@@ -107,14 +112,52 @@ def _one_process_is_meant() -> Iterator[None]:
         yield
 
 
-def _write_manifest(directory: Path, tensors: Mapping[str, Tensor], updates: int) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(directory.iterdir()) if path.is_file()}
+def _written(directory: Path) -> dict[str, tuple[int, str]]:
+    """Size and digest of every file of the checkpoint, each from the rank that wrote it. Collective."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    mine = [*directory.glob(f"__{rank}_*.distcp"), *([directory / ".metadata"] if rank == 0 else [])]
+    found = _gathered({path.name: (path.stat().st_size, _digest(path)) for path in mine})
+    return {name: entry for part in found for name, entry in sorted(part.items())}
+
+
+def _check_digests(directory: Path, files: Mapping[str, Any]) -> None:
+    """Each rank reads its share; all raise when one finds other bytes. Collective."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    share = sorted(files)[rank::world]
+    mine = [name for name in share if _digest(directory / Path(name).name) != files[name][1]]
+    damaged = [name for part in _gathered(mine) for name in part]
+    if damaged:
+        raise CheckpointError(
+            "the checkpoint is damaged",
+            expected="the bytes that were saved",
+            found=f"other bytes in {', '.join(damaged)}",
+            where=str(directory),
+            do="restore the file, or remove this checkpoint and resume from an older one",
+        )
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
+
+
+def _gathered(mine: Part) -> list[Part]:
+    if not dist.is_initialized():
+        return [mine]
+    parts: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(parts, mine)
+    return parts
+
+
+def _write_manifest(
+    directory: Path, tensors: Mapping[str, Tensor], updates: int, files: Mapping[str, tuple[int, str]]
+) -> None:
     manifest = {
         "format": FORMAT,
         "updates": updates,
         "count": len(tensors),
         "state": _fingerprint(tensors),
-        "files": files,
+        "files": dict(files),
     }
     with (directory / (MANIFEST + ".partial")).open("w", encoding="utf-8") as file:
         json.dump(manifest, file, indent=2)
@@ -142,7 +185,7 @@ def _read_manifest(directory: Path) -> dict[str, Any]:
         raise refuse(f"no {MANIFEST}" if directory.is_dir() else "no such folder") from error
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise refuse(f"an unreadable {MANIFEST}") from error
-    for name, size in files.items():
+    for name, (size, _) in files.items():
         path = directory / Path(name).name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
