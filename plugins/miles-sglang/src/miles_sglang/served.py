@@ -11,7 +11,7 @@ import torch
 
 from miles_core.errors import EngineError
 from miles_sglang.checkpoint import Checkpoint
-from miles_sglang.launch import LOADER
+from miles_sglang.launch import LOADER, SERVERSIDE
 from miles_sglang.server import Server
 from miles_sglang.updates import checked, pack, session
 
@@ -25,8 +25,9 @@ async def inside(
         shared: A folder that the server sees too; its answer is a file.
 
     Raises:
-        EngineError: the server refused, or its layout of the model is not known.
+        EngineError: the server refused, has not this plugin's code, or its layout of the model is not known.
     """
+    await _has_loader(server, where)
     shapes = {name: list(form.shape) for name, form in checkpoint.forms.items()}
     with tempfile.TemporaryDirectory(dir=shared) as folder:
         answer = Path(folder) / "answer.json"
@@ -44,3 +45,17 @@ async def inside(
             "the served weights cannot be read", expected="a known layout", found=str(found["error"]), where=where
         )
     return found
+
+
+async def _has_loader(server: Server, where: str) -> None:
+    """A server that does not know the loader ends itself when it is asked to use it."""
+    info = await server.client.get("/server_info", timeout_s=60) if server.attached else {}
+    loaders = info.get("custom_weight_loader") if isinstance(info, dict) else None
+    if server.attached and LOADER not in (loaders or ()):
+        raise EngineError(
+            "this server cannot tell which weights it serves",
+            expected=f"a server started with --custom-weight-loader {LOADER}, and PYTHONPATH={SERVERSIDE}",
+            found=f"custom_weight_loader {loaders}",
+            where=where,
+            do="start it so, or set weights.verify: off and check_weight_update_equal: false",
+        )
