@@ -137,7 +137,7 @@ class DeliveryProof:
         if problems:
             raise ContractError(
                 f"the engines do not sample with version {version} as the trainer scores it",
-                expected=f"no cached token, version {version}, log-probs on average within {allowed:.3g} nats of the trainer's",
+                expected=f"no cached token, version {version}, log-probs within {allowed:.3g} nats on average",
                 found=name_some(problems),
                 do="the engines are paused; look for a cache that outlives its weights, or weights in a wrong layout",
             )
