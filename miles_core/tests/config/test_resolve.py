@@ -167,7 +167,7 @@ def test_a_function_is_refused_where_a_class_is_needed_and_its_file_must_exist(
 def test_a_missing_required_key_is_named_with_its_meaning(registry: Registry) -> None:
     found = {p.path: p for p in problems(registry, text="{}")}
     assert {"name", "model", "schedule"} <= set(found)
-    assert found["name"].message.startswith("is missing: Name of the run directory")
+    assert found["name"].message.startswith("is missing (Name of the run directory")
     assert found["name"].line is None
 
 

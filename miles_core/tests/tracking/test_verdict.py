@@ -42,7 +42,7 @@ def test_a_rollout_that_the_limit_on_age_holds_back_is_not_told_to_add_engines()
     state = judge({**figures(fill=0.0, trainer=0.7), "async/limited_fraction": 0.6})
     assert state is not None
     assert "max_weight_staleness holds the rollout back 60%" in state.sentence
-    assert "add" not in state.sentence
+    assert "add engines" not in state.sentence
 
 
 def test_a_run_in_turns_has_no_verdict() -> None:

@@ -33,7 +33,7 @@ def render(
         cells = [text.ljust(widths[column]) for column, text in enumerate(row[:-1])]
         if style and number:
             cells = [style(column, cell) for column, cell in enumerate(cells)]
-        last = textwrap.wrap(row[-1], room) if room else [row[-1]]
+        last = textwrap.wrap(row[-1], room) if room else [" ".join(row[-1].split())]
         lines.append("  ".join([*cells, *last[:1]]).rstrip())
         lines += [" " * indent + more for more in last[1:]]
     return "\n".join(lines)

@@ -29,4 +29,4 @@ def command(run_file: str, overrides: tuple[str, ...], as_json: bool) -> None:
     except RunFileError as error:
         click.echo(render_json(error.problems) if as_json else render_text(error.problems))
         sys.exit(INVALID)
-    click.echo(render_json(()) if as_json else f"{source.name}: no problems.")
+    click.echo(render_json(()) if as_json else f"{run_file}: no problems.")

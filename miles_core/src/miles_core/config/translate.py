@@ -144,7 +144,7 @@ def _problem(
         return {"path": path, "message": _unknown(model, inside, base)}
     if kind == "missing":
         described = _describe(model, inside)
-        return {"path": path, "message": "is missing" + (f": {described}" if described else "")}
+        return {"path": path, "message": "is missing" + (f" ({described})" if described else "")}
     if kind == "json_invalid":
         return {"path": path, "message": "holds a character that is not Unicode text"}
     value = show(_at(raw, inside))
@@ -224,7 +224,7 @@ def known_paths(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 def _describe(model: type[BaseModel], inside: KeyPath) -> str:
     info = fields_of(model, inside[:-1]).get(str(inside[-1]))
-    return (info.description or "").rstrip(".") if info else ""
+    return " ".join((info.description or "").rstrip(".").split()) if info else ""
 
 
 def _at(raw: Any, path: KeyPath) -> Any:

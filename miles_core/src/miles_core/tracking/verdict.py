@@ -59,12 +59,12 @@ def judge(figures: Mapping[str, float]) -> State | None:
         advice = "add engines, or raise max_concurrent_samples if the engines have room"
         if limited > IDLE:
             advice = (
-                f"max_weight_staleness holds the rollout back {limited:.0%} of the time, more engines or samples in "
-                "flight change nothing then: raise it"
+                f"max_weight_staleness holds the rollout back {limited:.0%} of the time, when more engines or more in "
+                "flight would not help; raise it, or leave it for fresher data"
             )
         return State(
             verdict=Verdict.ROLLOUT_BOUND,
-            sentence=f"the trainer waits {trainer_idle:.0%} of the time and the buffer is {fill:.0%} full: {advice}",
+            sentence=f"the trainer waits {trainer_idle:.0%} of the time and the buffer is {fill:.0%} full; {advice}",
         )
     if blocked > IDLE:
         return State(
