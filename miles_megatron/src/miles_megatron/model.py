@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+from miles_core.errors import ConfigError
 from miles_megatron.exchange import gather_scored
 from miles_megatron.groups import Layout
 from miles_megatron.modules import Experts, Norm, PackedAttention, Rotation, SameEverywhere
@@ -29,6 +30,10 @@ from miles_megatron.packed import Packed
 from miles_megatron.replay import Layer, Replay, replay_of
 from miles_megatron.scoring import score_hidden
 from miles_megatron.tables import ModelShape
+
+
+ROTATIONS = ("default", "linear", "dynamic", "yarn", "llama3")
+"""One table for every length up to the model's limit. That of longrope changes with the longest sequence at hand."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,10 +126,22 @@ def _expert_fields(plan: Blueprint) -> dict[str, Any]:
 
 
 def rotation_table(plan: Blueprint) -> tuple[Tensor, float]:
-    """Inverse frequencies f32[rotated / 2] and the scale of rotated vectors, as transformers computes them."""
+    """Inverse frequencies f32[rotated / 2] and the scale of rotated vectors, as transformers computes them.
+
+    Raises:
+        ConfigError: the table depends on the length of what is computed, or is of a kind not compared with transformers.
+    """
     config = plan.checkpoint_config
     rope = dict(getattr(config, "rope_parameters", None) or {})
     kind = rope.get("rope_type", "default")
+    if kind not in ROTATIONS:
+        raise ConfigError(
+            "Megatron does not compute this rotary embedding as its checkpoint does",
+            expected="rope_type " + ", ".join(ROTATIONS),
+            found=f"rope_type: {kind}",
+            where="config.json",
+            do="use backend fsdp",
+        )
     if kind != "default":
         frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, device=torch.device("cpu"))
         return frequencies, float(scale)
