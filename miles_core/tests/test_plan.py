@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 
 from miles_core.capability import Capability
+from miles_core.config.model_folder import read_model_folder
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.config.spec import RunSpec
 from miles_core.numerics.profiles import RULES
 from miles_core.plan import Host, Plan, _count_devices, derive_run_dir, make_plan, render, show_bytes
+from miles_core.testing.tiny import make_tiny_model
+from miles_fsdp.options import FsdpOptions
+from miles_megatron.options import MegatronOptions
 
 SMALL = Host(cpus=2, memory_bytes=2**30)
 GPUS = Host(cpus=8, memory_bytes=2**36, devices=2, device_bytes=2**36)
@@ -41,7 +45,23 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def run(model: Path, *, tags: frozenset[str] = frozenset(), **sections: Any) -> ResolvedRun:
+FSDP = Resolved(
+    kind="backend",
+    capability=Capability(name="fsdp", summary="", load="some.module:Some", memory="miles_fsdp.memory:plan"),
+    distribution="miles-fsdp",
+    version="1.0",
+    options=FsdpOptions(),
+)
+MEGATRON = replace(
+    FSDP,
+    capability=Capability(name="megatron", summary="", load="some.module:Some", memory="miles_megatron.memory:plan"),
+    options=MegatronOptions(),
+)
+
+
+def run(
+    model: Path, *, tags: frozenset[str] = frozenset(), backend: Resolved | None = None, **sections: Any
+) -> ResolvedRun:
     raw = {"name": "x", "model": str(model), "schedule": {"steps": 10}, **sections}
     executor = Resolved(
         kind="executor",
@@ -50,7 +70,8 @@ def run(model: Path, *, tags: frozenset[str] = frozenset(), **sections: Any) -> 
         version="1.0",
         options=None,
     )
-    return ResolvedRun(spec=RunSpec.model_validate(raw), one={"executor": executor}, many={})
+    one = {"executor": executor, **({"backend": backend} if backend else {})}
+    return ResolvedRun(spec=RunSpec.model_validate(raw), one=one, many={})
 
 
 def sizes(plan: Plan, role: str) -> dict[str, int]:
@@ -81,17 +102,28 @@ def test_without_evaluation_and_interim_checkpoints_there_is_one_save(model: Pat
     assert (made.evaluations, made.trajectories_per_evaluation, made.checkpoints) == (0, 0, 1)
 
 
-def test_trainer_memory_is_sharded_and_counts_the_reference(model: Path) -> None:
-    one = make_plan(run(model), SMALL)
-    assert sizes(one, "trainer") == {
-        "float32 master weights": 4 * PARAMETERS,
-        "float32 gradients": 4 * PARAMETERS,
-        "AdamW moments": 8 * PARAMETERS,
-    }
-    assert one.bytes_of("trainer") == 16 * PARAMETERS
+def test_trainer_memory_is_whole_where_the_backend_does_not_say(model: Path) -> None:
     three = make_plan(run(model, placement={"trainer_ranks": 3}, objective={"kl_coef": 0.1}), SMALL)
-    assert sizes(three, "trainer")["float32 master weights"] == 4 * 334
-    assert sizes(three, "trainer")["reference policy"] == 667
+    assert list(sizes(three, "trainer").values()) == [4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS, 2 * PARAMETERS]
+    assert all("not divided" in what for what in sizes(three, "trainer"))
+    # The folder's tensors tell no layers apart, so no backend can say.
+    assert make_plan(run(model, backend=FSDP), SMALL).bytes_of("trainer") == 16 * PARAMETERS
+
+
+def test_trainer_memory_is_divided_as_the_backend_divides_it(tmp_path: Path) -> None:
+    """Four ranks of fsdp share everything; four full replicas of megatron share nothing until the optimizer is cut."""
+    folder = make_tiny_model(tmp_path)
+    parameters = read_model_folder(folder).parameters
+
+    def moments(backend: Resolved, **options: Any) -> int:
+        chosen = replace(backend, options=backend.options.model_copy(update=options))
+        made = make_plan(run(folder, backend=chosen, placement={"trainer_ranks": 4}), SMALL)
+        return sizes(made, "trainer")["optimizer state: moments"]
+
+    assert moments(FSDP) == pytest.approx(8 * parameters / 4, rel=0.01)
+    assert moments(FSDP, dp_replicate=4) == 8 * parameters
+    assert moments(MEGATRON) == 8 * parameters
+    assert moments(MEGATRON, distributed_optimizer=True) == pytest.approx(8 * parameters / 4, rel=0.01)
 
 
 def test_engine_memory_counts_rows_at_once_over_the_engines(model: Path) -> None:

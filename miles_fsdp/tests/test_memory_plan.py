@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from miles_core.planning.memory import Work, fsdp
 from miles_core.planning.sizes import read_sizes
 from miles_core.testing.live_bytes import peak_of_a_step
 from miles_core.testing.tiny import make_tiny_model
 from miles_fsdp.backend import FsdpBackend
+from miles_fsdp.memory import plan
 from miles_fsdp.options import FsdpOptions
 
 TOKENS, CHUNK = 1024, 256
@@ -38,12 +38,6 @@ def test_the_plan_is_within_a_tenth_of_the_measured_peak(
         context=1024,
         dtype=dtype,  # type: ignore[arg-type]
     )
-    work = Work(
-        micro_batch_tokens=TOKENS,
-        recompute=recompute,
-        logits_chunk_tokens=CHUNK,
-        precision=dtype,  # type: ignore[arg-type]
-    )
     options = FsdpOptions(gradient_checkpointing=recompute, micro_batch_tokens=TOKENS, logprob_chunk_tokens=CHUNK)
     measured = peak_of_a_step(lambda context: FsdpBackend(options, context), folder, TOKENS)
-    assert fsdp(read_sizes(folder), 1, work).total == pytest.approx(measured, rel=0.10)
+    assert plan(options, read_sizes(folder), 1, False).total == pytest.approx(measured, rel=0.10)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,10 @@ from miles_megatron.options import MegatronOptions
 from miles_megatron.plugin import miles_backends
 
 
-def fired(ranks: int, **options: Any) -> list[tuple[str, str]]:
+def fired(ranks: int, model: Path | None = None, **options: Any) -> list[tuple[str, str]]:
     (capability,) = miles_backends()
     values = {f"backend.{key}": value for key, value in MegatronOptions(**options).model_dump().items()}
-    facts = Facts({**values, "placement.trainer_ranks": ranks})
+    facts = Facts({**values, "placement.trainer_ranks": ranks, "model.path": str(model)})
     owned = [(rule, "miles-megatron") for rule in capability.rules]
     return [(v.rule.id, v.found) for v in evaluate(owned, facts, load_target)]
 
@@ -49,3 +51,36 @@ def test_unsound_ones_name_their_rule_and_numbers(rule: str, ranks: int, options
     ((found, text),) = fired(ranks, **options)
     assert found == rule
     assert text
+
+
+CONFIG = {
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 64,
+    "num_experts": 4,
+    "moe_intermediate_size": 24,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "options", "found"),
+    [
+        ({}, 4, {"tensor_parallel": 4, "sequence_parallel": True}, "2 key-value heads over 4 ranks"),
+        ({"kv_lora_rank": 8}, 4, {"tensor_parallel": 4, "sequence_parallel": True}, None),
+        ({}, 3, {"pipeline_parallel": 3}, "4 layers over 3 pieces"),
+        ({}, 3, {"expert_parallel": 3}, "4 experts over 3 ranks"),
+        ({}, 2, {"tensor_parallel": 2}, "experts under tensor parallelism without sequence parallelism"),
+        ({}, 8, {"context_parallel": 8}, "4 heads of each rank over 8 ranks"),
+        ({"num_experts": 0}, 2, {"expert_parallel": 2}, "a model without experts"),
+        ({"num_experts": 0, "experts_of_mine": 4}, 2, {"expert_parallel": 2}, None),
+        ({}, 4, {"pipeline_parallel": 2, "expert_parallel": 2}, None),
+    ],
+)
+def test_layouts_are_held_against_the_model(
+    tmp_path: Path, changes: dict[str, int], ranks: int, options: dict[str, Any], found: str | None
+) -> None:
+    config = {key: value for key, value in (CONFIG | changes).items() if value}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = [("megatron-divides-the-model", found)] if found else []
+    assert fired(ranks, tmp_path, **options) == expected

@@ -78,6 +78,9 @@ class Capability:
     """Tags from `TAGS` that rules and conformance kits key on."""
     needs: tuple[str, ...] = ()
     """Requirements (PEP 508) beyond the distribution's own; missing ones make the capability `unavailable`."""
+    memory: str | None = None
+    """Of a backend: ``module:function`` that says what a rank will hold (`planning.memory.Planner`), for plans. Without
+    it, they take every rank for a whole replica."""
     rules: tuple[Rule, ...] = ()
     """In force only while this capability is picked."""
     stability: Literal["stable", "experimental"] = "stable"

@@ -17,6 +17,9 @@ from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_m
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.config.spec import RunSpec
 from miles_core.numerics.profiles import RULES, find_profile
+from miles_core.planning.memory import Planner
+from miles_core.planning.sizes import read_sizes
+from miles_core.registry import load_target
 
 FLOAT32_BYTES = 4
 PROMPT_TOKENS_GUESS = 512
@@ -110,7 +113,7 @@ class Plan:
     places: tuple[Place, ...]
     amounts: Amounts
     memory: tuple[MemoryItem, ...]
-    """Without activations and the framework's own needs."""
+    """Without activations of engines and the framework's own needs."""
     kernels: tuple[tuple[str, str], ...] = ()
     """What engine and trainer agree on with `precision.true_on_policy`: (what, how)."""
     notes: tuple[str, ...] = ()
@@ -157,7 +160,7 @@ def make_plan(run: ResolvedRun, host: Host) -> Plan:
         components=_components(run),
         places=_places(run, device),
         amounts=amounts,
-        memory=_memory(spec, model, amounts) if model else (),
+        memory=(*_trainer_memory(run, model), *_engine_memory(spec, model, amounts)) if model else (),
         kernels=_kernels(spec, model),
     )
     return _with_notes(plan, run)
@@ -212,19 +215,30 @@ def _amounts(spec: RunSpec) -> Amounts:
     )
 
 
-def _memory(spec: RunSpec, model: ModelFolder, amounts: Amounts) -> tuple[MemoryItem, ...]:
-    """Steady state; parameters, gradients and optimizer state are sharded over the ranks."""
-    ranks = spec.placement.trainer_ranks
-    share = math.ceil(model.parameters / ranks)
-    stored = math.ceil(model.stored_bytes / ranks)
+def _trainer_memory(run: ResolvedRun, model: ModelFolder) -> tuple[MemoryItem, ...]:
+    """Of the fullest rank, as the backend divides what it holds; whole where the backend or the folder does not say."""
+    reference = run.spec.objective.kl_coef > 0
+    backend = run.one.get("backend")
+    if backend is not None and backend.capability.memory is not None:
+        planner: Planner = load_target(backend.capability.memory)
+        try:
+            sizes = read_sizes(model.path)
+        except ModelFolderError:
+            pass  # layers or widths of an architecture that names them otherwise
+        else:
+            rank = planner(backend.options, sizes, run.spec.placement.trainer_ranks, reference)
+            return tuple(MemoryItem(role="trainer", what=item.what, num_bytes=item.num_bytes) for item in rank.items)
+    whole = model.parameters * FLOAT32_BYTES
+    items = [("float32 master weights", whole), ("float32 gradients", whole), ("AdamW moments", 2 * whole)]
+    items += [("reference policy", model.stored_bytes)] if reference else []
+    return tuple(
+        MemoryItem(role="trainer", what=f"{what}, not divided as far as is known", num_bytes=num_bytes)
+        for what, num_bytes in items
+    )
+
+
+def _engine_memory(spec: RunSpec, model: ModelFolder, amounts: Amounts) -> tuple[MemoryItem, ...]:
     items = [
-        MemoryItem(role="trainer", what="float32 master weights", num_bytes=share * FLOAT32_BYTES),
-        MemoryItem(role="trainer", what="float32 gradients", num_bytes=share * FLOAT32_BYTES),
-        MemoryItem(role="trainer", what="AdamW moments", num_bytes=2 * share * FLOAT32_BYTES),
-    ]
-    if spec.objective.kl_coef > 0:
-        items.append(MemoryItem(role="trainer", what="reference policy", num_bytes=stored))
-    items += [
         MemoryItem(role="engine", what="weights", num_bytes=model.stored_bytes),
         MemoryItem(role="engine", what="weights of the next version, while it arrives", num_bytes=model.stored_bytes),
     ]
@@ -315,7 +329,7 @@ def render(plan: Plan) -> str:
         *_table("loads", loads),
         *_table("places", places),
         *_table("amounts", _amount_rows(plan.amounts)),
-        *_table("memory estimate, without activations", memory),
+        *_table("memory estimate, without activations of engines", memory),
         *_table("kernel contract of engine and trainer (true-on-policy)", plan.kernels),
         *_table("notes", [(note,) for note in plan.notes]),
     ]

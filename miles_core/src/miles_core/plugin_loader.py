@@ -265,7 +265,7 @@ def _descriptor_fault(capability: object) -> str | None:
         return f"the name {name!r} is not kebab-case"
     if not 0 < len(capability.summary) <= 80 or "\n" in capability.summary:
         return f"the summary of `{name}` must be one line of 1 to 80 characters ({len(capability.summary)} found)"
-    for field, target in (("load", capability.load), ("options", capability.options)):
+    for field, target in (("load", capability.load), ("options", capability.options), ("memory", capability.memory)):
         if target is not None and not _TARGET.fullmatch(target):
             return f"`{field}` of `{name}` is {target!r}, not module:attribute"
     for need in capability.needs:

@@ -26,15 +26,15 @@ GLM = Sizes(
 )
 """A mixture of 744 billion parameters, most of them in routed experts."""
 
-CASE = Layout(gpus=32, tp=2, pp=4, cp=4, ep=8, sequence_parallel=True, stages=(18, 20, 20, 20))
-WORK = Work(micro_batch_tokens=32_768)
+CASE = Layout(gpus=32, tp=2, pp=4, cp=4, ep=8, sequence_parallel=True, distributed_optimizer=True)
+WORK = Work(micro_batch_tokens=8192, recompute=True)
 
 
 def test_the_published_case_needs_about_279_gb_of_optimizer_state_a_rank() -> None:
     assert GLM.total == pytest.approx(744e9, rel=0.01)
     assert CASE.dp == 1
     assert CASE.expert_dp == 1
-    # The even share of 32 ranks is 279 GB; stages of 18 and 20 layers put a little more on the fullest.
+    # The even share of 32 ranks is 279 GB; stages of 20 and 18 layers put a little more on the fullest.
     assert GLM.total * 12 / 32 == pytest.approx(279e9, rel=0.01)
     assert megatron(GLM, CASE, WORK).of("optimizer state") == pytest.approx(279e9, rel=0.05)
 
@@ -93,6 +93,39 @@ def test_hub_names_of_single_experts_are_counted_as_experts() -> None:
     sizes = count(shapes, config)
     assert (sizes.dense, sizes.experts, sizes.embedding, sizes.head, sizes.other) == ((36,), (64,), 40, 40, 4)
     assert sizes.normalises_heads
+
+
+def test_layers_behind_the_last_one_and_buffers_are_not_trained() -> None:
+    shapes = {
+        "model.embed_tokens.weight": (10, 4),
+        "model.layers.0.mlp.up_proj.weight": (8, 4),
+        "model.layers.0.mlp.gate.weight": (2, 4),
+        "model.layers.0.mlp.gate.e_score_correction_bias": (2,),
+        "model.layers.1.mlp.up_proj.weight": (8, 4),
+        "model.layers.1.eh_proj.weight": (4, 8),
+    }
+    config = {"hidden_size": 4, "num_attention_heads": 1, "intermediate_size": 8, "num_hidden_layers": 1}
+    sizes = count(shapes, config)
+    assert (sizes.dense, sizes.whole) == ((40,), (8,))
+
+
+def test_every_context_rank_packs_rows_of_its_own_tokens() -> None:
+    one = megatron(GLM, Layout(gpus=4), WORK)
+    assert megatron(GLM, Layout(gpus=4, cp=4), WORK).of("activations") == one.of("activations")
+
+
+def test_interleaving_keeps_more_micro_batches() -> None:
+    """The factor 1 + (p - 1) / (p v) of Korthikanti et al."""
+    plain, interleaved = (
+        megatron(GLM, Layout(gpus=3, pp=3, vpp=vpp), replace(WORK, recompute=False)) for vpp in (1, 2)
+    )
+    assert interleaved.of("activations") == pytest.approx(plain.of("activations") * (1 + 2 / 6))
+    held = [layer for stage in range(3) for layer in Layout(gpus=3, pp=3, vpp=2).layers_of(stage, 78)]
+    assert sorted(held) == list(range(78))
+
+
+def test_replicas_of_fsdp_hold_their_own_shards() -> None:
+    assert fsdp(GLM, 8, WORK, replicas=4).of("optimizer") == pytest.approx(fsdp(GLM, 2, WORK).of("optimizer"))
 
 
 def test_fsdp_shares_state_and_gathers_one_layer() -> None:

@@ -22,6 +22,12 @@ EXACT_ATTENTION = Rule(
     because="true-on-policy brings its own attention, the one that the engine decodes with",
     instead="leave backend.attn_implementation out",
 )
+REPLICAS = Rule(
+    id="fsdp-replicas",
+    check="miles_fsdp.rules:replicas_divide",
+    because="each replica is sharded over equally many ranks",
+    instead="a divisor of placement.trainer_ranks",
+)
 
 
 @hookimpl
@@ -32,7 +38,8 @@ def miles_backends() -> Iterable[Capability]:
             summary="PyTorch FSDP2 over any Hugging Face causal LM; CPU or CUDA, one rank or many",
             load="miles_fsdp.backend:FsdpBackend",
             options="miles_fsdp.options:FsdpOptions",
-            rules=(EXACT_DTYPE, EXACT_ATTENTION),
+            memory="miles_fsdp.memory:plan",
+            rules=(EXACT_DTYPE, EXACT_ATTENTION, REPLICAS),
             provides=frozenset({"multi-rank", "reference-model", "replays-routes", "true-on-policy"}),
         )
     ]

@@ -31,7 +31,6 @@ from miles_megatron.replay import Layer, Replay, replay_of
 from miles_megatron.scoring import score_hidden
 from miles_megatron.tables import ModelShape
 
-
 ROTATIONS = ("default", "linear", "dynamic", "yarn", "llama3")
 """One table for every length up to the model's limit. That of longrope changes with the longest sequence at hand."""
 
@@ -129,7 +128,7 @@ def rotation_table(plan: Blueprint) -> tuple[Tensor, float]:
     """Inverse frequencies f32[rotated / 2] and the scale of rotated vectors, as transformers computes them.
 
     Raises:
-        ConfigError: the table depends on the length of what is computed, or is of a kind not compared with transformers.
+        ConfigError: the table depends on the length of what is computed, or nobody compared it with transformers.
     """
     config = plan.checkpoint_config
     rope = dict(getattr(config, "rope_parameters", None) or {})

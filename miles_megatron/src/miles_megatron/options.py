@@ -39,7 +39,8 @@ class MegatronOptions(BaseModel):
     """Dtype of forward and backward; checkpoint is the model folder's own, in which engines sample too. Master
     weights, summed gradients and optimizer state are float32."""
     micro_batch_tokens: PositiveInt = 4096
-    """Tokens of one packed micro-batch; a longer sequence has a micro-batch of its own."""
+    """Tokens of one packed micro-batch on each rank: context-parallel ranks share a row of that times their number; a
+    longer sequence has a micro-batch of its own."""
     logprob_chunk_tokens: PositiveInt = 1024
     """Tokens whose logits exist at one time; chunks beyond the first are recomputed in backward."""
     bucket_mib: PositiveInt = 256

@@ -16,6 +16,12 @@ _RULES = (
         instead="sizes whose product divides placement.trainer_ranks",
     ),
     Rule(
+        id="megatron-divides-the-model",
+        check="miles_megatron.rules:divides_the_model",
+        because="each rank takes equally many heads, rows, layers and experts",
+        instead="sizes that divide those of the model",
+    ),
+    Rule(
         id="megatron-virtual-pipeline",
         check="miles_megatron.rules:virtual_needs_pipeline",
         because="interleaving cuts the bubble between stages, and one stage has none",
@@ -53,6 +59,7 @@ def miles_backends() -> Iterable[Capability]:
             summary="Megatron Core: tensor, pipeline, context and expert parallelism for large MoE",
             load="miles_megatron.backend:MegatronBackend",
             options="miles_megatron.options:MegatronOptions",
+            memory="miles_megatron.memory:plan",
             provides=frozenset({"multi-rank", "reference-model", "replays-routes"}),
             rules=_RULES,
         )

@@ -41,7 +41,7 @@ class Setup:
         self._folder = open_folder(context.model_path)
         self._table = table_for(self._folder, context.architecture)
         self.shape = self._table.architecture.describe(Fields(self._folder.config))
-        check_fits(self.shape, self.layout, options)
+        check_fits(self.shape, options)
         self._check_routes()
         self._check_gloo()
         self._dtype = self._param_dtype()

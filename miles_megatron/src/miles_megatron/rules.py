@@ -1,10 +1,14 @@
-"""What the numbers of a layout must satisfy, checked before anything starts; `fits` checks them against the model."""
+"""What the numbers of a layout must satisfy, among themselves and of the model, checked before anything starts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
+from miles_core.config.files import absolute
+from miles_core.config.model_folder import ModelFolderError, read_config
 from miles_core.rules import Facts, Finding
+from miles_megatron.fits import cuts_in, misfits
+from miles_megatron.options import MegatronOptions
 
 
 def layout_divides(facts: Facts) -> Iterable[Finding]:
@@ -47,6 +51,20 @@ def experts_need_sequence(facts: Facts) -> Iterable[Finding]:
 def recompute_layers_are_read(facts: Facts) -> Iterable[Finding]:
     if _number(facts, "backend.recompute_layers") != 1:
         yield Finding(path="backend.recompute_layers", found="recompute_layers with recompute: none")
+
+
+def divides_the_model(facts: Facts) -> Iterable[Finding]:
+    """Heads, widths, layers and experts divide. Silent about a config.json that cannot be read: others report it."""
+    values = {name: facts.values.get(f"backend.{name}") for name in MegatronOptions.model_fields}
+    options = MegatronOptions.model_validate({name: value for name, value in values.items() if value is not None})
+    try:
+        config = read_config(absolute(str(facts.values.get("model.path"))))
+    except (ModelFolderError, OSError):
+        return
+    reported = {each.path for rule in (virtual_needs_pipeline, experts_need_sequence) for each in rule(facts)}
+    for path, found in misfits(cuts_in(config), options):
+        if path not in reported:
+            yield Finding(path=path, found=found)
 
 
 def _number(facts: Facts, path: str) -> int:

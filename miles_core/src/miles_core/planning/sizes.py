@@ -1,4 +1,6 @@
-"""Where a model's parameters are: layer by layer, routed experts apart, since parallel layouts divide them differently.
+"""Where a model's parameters are: layer by layer, routed experts and what every tensor-parallel rank holds whole apart,
+since parallel layouts divide them differently. Layers for the prediction of further tokens, which checkpoints store
+behind the last one and nobody here trains, do not count, nor do buffers that have no gradient.
 
 Read from the headers of the folder's safetensors; from config.json alone, through a model on torch's meta device, where
 there are no weights.
@@ -15,6 +17,10 @@ from pathlib import Path
 from miles_core.config.model_folder import ModelFolderError, read_config, tensor_shapes
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+_BUFFER = re.compile(r"\.e_score_correction_bias$")
+_WHOLE = re.compile(r"norm|\.(?:gate|router)\.|\.(?:q_a|kv_a)_proj|\.kv_a_proj_with_mqa")
+"""Norms, routers, and the down-projections of latent attention."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +31,16 @@ class Sizes:
     """Of each layer: attention, norms, dense or shared feed-forward, router."""
     experts: tuple[int, ...]
     """Of each layer: routed experts, all of them."""
+    whole: tuple[int, ...] = ()
+    """Of each layer, and part of `dense`: norms, routers, latent down-projections, which tensor parallelism does not
+    divide. Empty means none."""
     embedding: int
     head: int
     """Output projection; 0 when tied to the embedding."""
     other: int = 0
     """Final norm and whatever belongs to no layer."""
+    dtype: str = "float32"
+    """What config.json says the checkpoint is in, by torch's name."""
     hidden: int
     vocabulary: int
     query_width: int
@@ -65,24 +76,37 @@ def read_sizes(folder: Path) -> Sizes:
 def count(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> Sizes:
     """Sort tensors by their Hugging Face names."""
     numbers = {name: prod(shape) for name, shape in shapes.items()}
-    layers = 1 + max((int(found[1]) for name in numbers if (found := _LAYER.search(name))), default=-1)
-    if layers == 0:
+    stored = 1 + max((int(found[1]) for name in numbers if (found := _LAYER.search(name))), default=-1)
+    if stored == 0:
         raise ModelFolderError("no tensor is called ….layers.<n>.…; its layers cannot be told apart")
-    dense, experts = [0] * layers, [0] * layers
+    said = config.get("num_hidden_layers")
+    layers = min(stored, said) if isinstance(said, int) else stored
+    dense, experts, whole = [0] * layers, [0] * layers, [0] * layers
     embedding = head = other = 0
     for name, number in numbers.items():
+        if _BUFFER.search(name):
+            continue
         if found := _LAYER.search(name):
-            target = experts if ".experts." in name else dense
-            target[int(found[1])] += number
+            layer = int(found[1])
+            if layer >= layers:
+                continue
+            routed = ".experts." in name
+            (experts if routed else dense)[layer] += number
+            whole[layer] += 0 if routed or not _WHOLE.search(name) else number
         elif "embed" in name:
             embedding += number
         elif "lm_head" in name or name.endswith("output.weight"):
             head += number
         else:
             other += number
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelFolderError(f"config.json says dtype {dtype}, not one of {', '.join(DTYPES)}")
     return Sizes(
         dense=tuple(dense),
         experts=tuple(experts),
+        whole=tuple(whole),
+        dtype=dtype,
         embedding=embedding,
         head=head,
         other=other,
