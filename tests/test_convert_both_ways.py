@@ -57,6 +57,27 @@ def test_a_run_goes_on_from_a_converted_folder_as_it_starts_from_the_folder(work
     assert workspace.lines() != workspace.lines(name="own")
 
 
+def test_a_folder_that_the_backend_would_round_is_refused(workspace: Workspace) -> None:
+    other = make_tiny_model(workspace.folder / "other", seed=1, dtype="float32")
+    set_keys(workspace, backend={"use": "megatron", "param_dtype": "bfloat16"})
+    refused = to_run(workspace, other)
+    assert refused.exit_code == 1
+    assert "would not be held bit for bit" in refused.output
+    assert not workspace.directory().exists()
+
+
+def test_a_folder_that_cannot_be_written_leaves_nothing(workspace: Workspace) -> None:
+    workspace.train(overrides={"schedule.steps": 1})
+    (workspace.folder / "file").write_text("")
+    output = workspace.folder / "file" / "out"
+    refused = miles("convert", workspace.directory(), output)
+    assert refused.exit_code == 1
+    assert "the folder cannot be written" in refused.output
+    absent = miles("convert", workspace.directory(), workspace.folder / "out", "--step", "7")
+    assert "found:    step_000001" in absent.output
+    assert not (workspace.folder / "out.partial").exists()
+
+
 @pytest.mark.parametrize("architecture", ["qwen3-moe", "llama"])
 def test_a_folder_comes_back_from_a_megatron_run_bit_for_bit(tmp_path: Path, architecture: Any) -> None:
     """In one process, although the run is cut over ranks; llama's embeddings are tied."""

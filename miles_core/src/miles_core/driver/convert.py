@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 from miles_core.config.load import Source
 from miles_core.config.load import load as load_run_file
@@ -40,8 +42,28 @@ def to_folder(run_dir: Path, output: Path, *, step: int | None = None) -> int:
     resolved = resolve(source, discover(source.disabled_plugins()))
     with _backend(resolved, resolved.spec.model.path) as backend:
         backend.load(found.backend_dir)
-        backend.save_hf(output)
+        _write_whole(output, backend.save_hf)
     return found.step
+
+
+def _write_whole(output: Path, write: Callable[[Path], None]) -> None:
+    """All of a folder or nothing of it: what a full disk leaves would pass for one."""
+    partial = output.with_name(output.name + ".partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        write(partial)
+        partial.rename(output)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(
+            "the folder cannot be written",
+            expected="room for the weights and the right to write them",
+            found=str(error),
+            where=str(output),
+            do="name a folder on a disk with room; nothing is left behind",
+        ) from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def to_run(folder: Path, run_dir: Path, source: Source) -> None:
@@ -72,6 +94,7 @@ def to_run(folder: Path, run_dir: Path, source: Source) -> None:
     try:
         with _backend(resolved, str(folder)) as backend:
             wanted = _digests(backend)
+            _check_not_rounded(folder, wanted)
 
             async def write(target: Path) -> None:
                 backend.save(target)
@@ -125,6 +148,23 @@ def _digests(backend: Backend) -> dict[str, str]:
     return {each.name: digest_tensor(each.tensor) for bucket in backend.export(0) for each in bucket.tensors}
 
 
+def _check_not_rounded(folder: Path, held: Mapping[str, str]) -> None:
+    """Compare what the backend holds with the folder itself."""
+    rounded = []
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            names = [name for name in tensors.keys() if name in held]  # noqa: SIM118 - it is no mapping
+            rounded += [name for name in names if digest_tensor(tensors.get_tensor(name)) != held[name]]
+    if rounded:
+        raise CheckpointError(
+            "tensors of the folder would not be held bit for bit",
+            expected="trained weights in the folder's own precision",
+            found=f"{len(rounded)} others, such as {', '.join(rounded[:3])}",
+            where=str(folder),
+            do="let the backend hold the folder's dtype (backend.param_dtype), or store the folder in the backend's",
+        )
+
+
 def _check_absent(output: Path) -> None:
     if output.exists():
         raise CheckpointError("the output exists already", where=str(output), do="name a folder that does not")
@@ -151,7 +191,17 @@ def _check_same_model(folder: Path, of_run: Path) -> None:
 
 def _find(run_dir: Path, step: int | None) -> checkpoint.Checkpoint:
     if step is not None:
-        return checkpoint.load(run_dir / "checkpoints" / f"step_{step:06d}")
+        wanted = run_dir / "checkpoints" / f"step_{step:06d}"
+        if not wanted.is_dir():
+            there = sorted(path.name for path in wanted.parent.glob("step_*") if not path.name.endswith(".partial"))
+            raise CheckpointError(
+                "there is no checkpoint of this step",
+                expected=wanted.name,
+                found=", ".join(there) or "none",
+                where=str(wanted.parent),
+                do="give --step one of those, or leave it out for the newest",
+            )
+        return checkpoint.load(wanted)
     found, passed_over = checkpoint.newest(run_dir / "checkpoints")
     if found is None:
         raise CheckpointError(
