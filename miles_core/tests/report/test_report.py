@@ -189,8 +189,19 @@ def test_quarters_need_two_steps_each() -> None:
 def shown(run: Path, sample: int | None, *, colour: bool = False) -> str:
     output = io.StringIO()
     console = Console(file=output, width=120, force_terminal=colour, color_system="standard" if colour else None)
-    inspect.show(console, load_run(run).rollouts(12), sample, None, load_run(run).at(12))
+    inspect.show(console, load_run(run), 12, sample, None)
     return output.getvalue()
+
+
+@pytest.mark.parametrize(("experts", "words"), [(None, "none: the model is dense"), (4, "not measured")])
+def test_routes_are_not_missed_where_there_are_none(run: Path, experts: int | None, words: str) -> None:
+    model = run / "a-model"
+    model.mkdir()
+    sizes = {"num_experts": experts, "num_experts_per_tok": 2} if experts else {}
+    (model / "config.json").write_text(json.dumps({"model_type": "x", "num_hidden_layers": 2, **sizes}))
+    record = replace(load_run(run), config={"model": {"path": str(model)}})
+    assert record.reading("routes", {}) == words
+    assert record.reading("tokens", {}) == "not measured"
 
 
 def test_a_step_is_a_table_of_its_trajectories(run: Path) -> None:

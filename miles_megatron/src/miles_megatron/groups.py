@@ -91,7 +91,10 @@ def acquire(layout: Layout, device: torch.device) -> None:
             )
         _alone(device)
         _made_default_group = True
-    if not _users:
+    _users.append(layout)
+    if len(_users) > 1:
+        return
+    try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=layout.tensor,
             pipeline_model_parallel_size=layout.pipeline,
@@ -101,7 +104,9 @@ def acquire(layout: Layout, device: torch.device) -> None:
             expert_tensor_parallel_size=layout.expert_tensor,
             create_gloo_process_groups=False,
         )
-    _users.append(layout)
+    except BaseException:
+        release(layout)
+        raise
 
 
 def _alone(device: torch.device) -> None:

@@ -41,4 +41,4 @@ def command(run: Path, step: int | None, sample: int | None, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(summary_rows(rows if sample is None else [rows[sample]]), indent=1, ensure_ascii=False))
         return
-    show(Console(), rows, sample, record.tokenizer, record.at(step))
+    show(Console(), record, step, sample, record.tokenizer)

@@ -8,7 +8,7 @@ from miles_core.doctor import outright, signs
 from miles_core.doctor.evidence import Evidence, gather
 from miles_core.doctor.finding import Finding
 from miles_core.report.load import RunRecord
-from miles_core.tracking.live import CONTRACTS, figures_text
+from miles_core.tracking.live import CONTRACTS
 from miles_core.tracking.verdict import verdict_of_steps
 
 OUTRIGHT = (
@@ -57,7 +57,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
         first = next((finding for finding in inferred if finding is not None), None)
         findings = [] if first is None else [first]
     last = record.at(record.steps)
-    readings = tuple((name, figures_text(name, last) or "not measured") for name in CONTRACTS)
+    readings = tuple((name, record.reading(name, last)) for name in CONTRACTS)
     found = verdict_of_steps(record.metrics, record.timings)
     state = None if found is None else f"{found.verdict}: {found.sentence}"
     return Diagnosis(findings=tuple(findings), readings=readings, blind=_blind(evidence), state=state)

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from miles_core.config.model_folder import ModelFolderError, read_model_folder
 from miles_core.errors import DataError
 from miles_core.report.load import RunRecord
 from miles_core.tracking.rollouts import RolloutRow
@@ -76,11 +74,7 @@ class Evidence:
     @property
     def has_experts(self) -> bool:
         """Whether the run's model, if its folder is still there, is a mixture of experts."""
-        path = self.setting("model.path")
-        try:
-            return isinstance(path, str) and read_model_folder(Path(path)).experts is not None
-        except ModelFolderError:
-            return False
+        return bool(self.record.has_experts)
 
     def setting(self, path: str) -> Any:
         """A value of run.yaml, or None."""

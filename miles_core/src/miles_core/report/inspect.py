@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,8 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from miles_core.report.load import RunRecord
 from miles_core.tokenizer import ChatTokenizer
-from miles_core.tracking.live import CONTRACTS, figures_text
+from miles_core.tracking.live import CONTRACTS
 from miles_core.tracking.rollouts import RolloutRow
 
 LEVELS = ((0.01, "green"), (0.1, "yellow"), (0.5, "dark_orange"), (math.inf, "bold red"))
@@ -176,24 +177,19 @@ def _number(value: object) -> str:
     return f"{value:.3g}" if isinstance(value, float) else ""
 
 
-def contracts_view(metrics: Mapping[str, float]) -> RenderableType:
+def contracts_view(record: RunRecord, step: int) -> RenderableType:
     """What the four contracts measured on a step, one a line."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     for contract in CONTRACTS:
-        table.add_row(contract, figures_text(contract, metrics) or "not measured")
+        table.add_row(contract, record.reading(contract, record.at(step)))
     return table
 
 
-def show(
-    console: Console,
-    rows: Sequence[RolloutRow],
-    sample: int | None,
-    tokenizer: ChatTokenizer | None,
-    metrics: Mapping[str, float],
-) -> None:
+def show(console: Console, record: RunRecord, step: int, sample: int | None, tokenizer: ChatTokenizer | None) -> None:
     """Print the contracts of the step and its table, or the trajectory `sample`."""
+    rows = record.rollouts(step)
     if sample is None:
-        console.print(Group(contracts_view(metrics), Text(), summary_table(rows)))
+        console.print(Group(contracts_view(record, step), Text(), summary_table(rows)))
     else:
         console.print(trajectory_view(rows[sample], tokenizer))

@@ -12,9 +12,11 @@ from typing import Any
 
 import yaml
 
+from miles_core.config.model_folder import ModelFolderError, read_model_folder
 from miles_core.errors import DataError
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking import rollouts
+from miles_core.tracking.live import figures_text
 from miles_core.tracking.rollouts import RolloutRow
 from miles_core.tracking.run_dir import RunDir, read_lines
 
@@ -63,6 +65,19 @@ class RunRecord:
         """Recorded names that start with `prefix`, in the order of their first appearance."""
         lines = self.timings if clock else self.metrics
         return list(dict.fromkeys(name for line in lines for name in sorted(line) if name.startswith(prefix)))
+
+    @cached_property
+    def has_experts(self) -> bool | None:
+        """Whether the run's model is a mixture of experts; None where its folder is gone."""
+        try:
+            return read_model_folder(Path(self.config["model"]["path"])).experts is not None
+        except (ModelFolderError, KeyError, TypeError):
+            return None
+
+    def reading(self, contract: str, metrics: Mapping[str, float]) -> str:
+        """What a contract measured on a step, in words."""
+        absent = "none: the model is dense" if contract == "routes" and self.has_experts is False else "not measured"
+        return figures_text(contract, metrics) or absent
 
     @cached_property
     def rollout_steps(self) -> list[int]:
