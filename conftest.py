@@ -3,7 +3,20 @@
 In importlib mode pytest would otherwise register the folder `miles_core/` as the package `miles_core`.
 """
 
+import sys
+from collections.abc import Iterator
+
+import pytest
+
 import miles_core  # noqa: F401
 import miles_fsdp  # noqa: F401
 import miles_megatron  # noqa: F401
 import miles_transports  # noqa: F401
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_process_group_is_left_behind() -> Iterator[None]:
+    """torch's default group is one of the process: one that a test leaves would serve whatever test comes next."""
+    yield
+    distributed = sys.modules.get("torch.distributed")
+    assert distributed is None or not distributed.is_initialized(), "a test left torch's default process group behind"

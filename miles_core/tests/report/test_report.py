@@ -8,6 +8,7 @@ import re
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from miles_core.errors import DataError
 from miles_core.report import inspect
 from miles_core.report.html import render, write_report
 from miles_core.report.load import load_run, quarters
+from miles_core.testing.tiny import make_tiny_model
 from miles_core.tracking import rollouts
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Group, Message, Prompt, Status, TokenSpan, Trajectory
@@ -193,12 +195,11 @@ def shown(run: Path, sample: int | None, *, colour: bool = False) -> str:
     return output.getvalue()
 
 
-@pytest.mark.parametrize(("experts", "words"), [(None, "none: the model is dense"), (4, "not measured")])
-def test_routes_are_not_missed_where_there_are_none(run: Path, experts: int | None, words: str) -> None:
-    model = run / "a-model"
-    model.mkdir()
-    sizes = {"num_experts": experts, "num_experts_per_tok": 2} if experts else {}
-    (model / "config.json").write_text(json.dumps({"model_type": "x", "num_hidden_layers": 2, **sizes}))
+@pytest.mark.parametrize(
+    ("architecture", "words"), [("llama", "none: the model is dense"), ("qwen3-moe", "not measured")]
+)
+def test_routes_are_not_missed_where_there_are_none(run: Path, architecture: Any, words: str) -> None:
+    model = make_tiny_model(run / "a-model", architecture=architecture)
     record = replace(load_run(run), config={"model": {"path": str(model)}})
     assert record.reading("routes", {}) == words
     assert record.reading("tokens", {}) == "not measured"

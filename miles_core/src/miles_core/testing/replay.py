@@ -7,6 +7,7 @@ class TestMine(ReplayConformance):
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,16 @@ class ReplayConformance:
             reference=reference,
             routes=mode,
         )
-        return self.make(context, micro_batch_tokens=budget)
+        made = self.make(context, micro_batch_tokens=budget)
+        self._opened.append(made)
+        return made
+
+    @pytest.fixture(autouse=True)
+    def _close_what_was_opened(self) -> Iterator[None]:
+        self._opened: list[Backend] = []
+        yield
+        for backend in self._opened:
+            backend.close()
 
     # --- the numbers --------------------------------------------------------------------------------------------------
 
