@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +18,7 @@ from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import SamplingParams
+from miles_sglang.claim import RELEASED
 from miles_sglang.engine import SglangEngine
 from miles_sglang.launch import LOADER
 from miles_sglang.options import SglangOptions
@@ -126,3 +129,39 @@ async def test_a_server_without_the_loader_is_not_asked_to_use_it(peer: Peer, mo
         with pytest.raises(EngineError, match="cannot tell which weights"):
             await engine.scramble(1)
     assert "/update_weights_from_tensor" not in peer.asked, "SGLang would have ended itself"
+
+
+async def test_a_server_is_one_engines_until_it_leaves(peer: Peer, model: Path, tmp_path: Path) -> None:
+    async with attached(peer, model, tmp_path) as first:
+        before = list(peer.asked)
+        with pytest.raises(EngineError, match=r"another engine of Miles uses this server(?s:.*)update_weight_version"):
+            await make(peer, model, tmp_path).start()
+        assert not set(peer.asked[len(before) :]) - {"/server_info", "/model_info"}, (
+            "the refused one touched the server"
+        )
+        assert [chunk.weight_version for chunk in await sample(first)] == [-1, -1]
+    assert peer.version == RELEASED
+    async with attached(peer, model, tmp_path) as second:
+        assert await second.version() == -1
+
+
+async def test_a_claim_of_an_engine_that_has_ended_is_void(peer: Peer, model: Path, tmp_path: Path) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:  # noqa: ASYNC220 -- nothing waits for it
+        began = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
+        peer.version = f"miles/{socket.gethostname()}/{process.pid}/{began}/ab/7"
+        with pytest.raises(EngineError, match=f"process {process.pid} .*version 7"):
+            await make(peer, model, tmp_path).start()
+        process.kill()
+    async with attached(peer, model, tmp_path):
+        pass
+    peer.version = "miles/another.host/1/2/ab/7"
+    with pytest.raises(EngineError, match=r"on another\.host"):
+        await make(peer, model, tmp_path).start()
+
+
+@pytest.mark.parametrize("version", ["41", "default", "miles/host/1/2/ab/-1"])
+async def test_tokens_of_weights_of_others_are_refused(peer: Peer, model: Path, tmp_path: Path, version: str) -> None:
+    async with attached(peer, model, tmp_path) as engine:
+        peer.events = [peer.event([5, 6, 7, 8], LENGTH, version=version)]
+        with pytest.raises(EngineError, match="this run did not publish"):
+            await sample(engine)

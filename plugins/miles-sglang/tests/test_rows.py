@@ -14,6 +14,7 @@ from miles_core.kinds.engine import GenerateRequest
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import FinishReason, SamplingParams
 from miles_sglang.checkpoint import Checkpoint, read_checkpoint
+from miles_sglang.claim import Claim
 from miles_sglang.requests import rank_of, seed_of
 from miles_sglang.rows import Row, cut_at_stop, finish_of, parse, payload, routes_of, stretches
 
@@ -78,15 +79,36 @@ def test_tokens_after_a_stop_token_are_dropped() -> None:
 
 
 def test_spans_tell_which_version_made_the_last_tokens() -> None:
-    meta = {"weight_versions": [{"version": "3", "start": 0, "end": 4}, {"version": "5", "start": 4, "end": 9}]}
-    assert list(stretches(meta, 2, 7, 3, "here")) == [(2, 3), (5, 5)]
-    assert list(stretches(meta, 0, 3, 3, "here")) == [(3, 3)], "tokens beyond a stop are in the spans"
-    assert list(stretches({}, 2, 7, 8, "here")) == [(7, 8)]
-    assert list(stretches(meta, 0, 12, 3, "here", cut_off=True)) == [(4, 3), (5, 5)], "what no span covers is dropped"
+    claim = Claim("miles/host/1/2/ab", "here")
+
+    def number(name: object) -> int:
+        return claim.read(name, newest=5)
+
+    spans = [{"version": claim.name(3), "start": 0, "end": 4}, {"version": claim.name(5), "start": 4, "end": 9}]
+    meta = {"weight_versions": spans}
+    assert list(stretches(meta, 2, 7, 3, number, "here")) == [(2, 3), (5, 5)]
+    assert list(stretches(meta, 0, 3, 3, number, "here")) == [(3, 3)], "tokens beyond a stop are in the spans"
+    assert list(stretches({}, 2, 7, 8, number, "here")) == [(7, 8)]
+    assert list(stretches(meta, 0, 12, 3, number, "here", cut_off=True)) == [(4, 3), (5, 5)], (
+        "what no span covers is dropped"
+    )
     with pytest.raises(EngineError, match="do not cover"):
-        list(stretches(meta, 0, 12, 3, "here"))
+        list(stretches(meta, 0, 12, 3, number, "here"))
     with pytest.raises(EngineError, match="did not publish"):
-        list(stretches({"weight_versions": [{"version": "default", "start": 0, "end": 1}]}, 0, 1, 0, "here"))
+        list(
+            stretches({"weight_versions": [{"version": claim.name(6), "start": 0, "end": 1}]}, 0, 1, 0, number, "here")
+        )
+    with pytest.raises(EngineError, match="spans are none"):
+        list(stretches({"weight_versions": [{"version": "3"}]}, 0, 1, 0, number, "here"))
+
+
+def test_versions_of_others_are_told_from_ones_own() -> None:
+    own, other = Claim("miles/host/1/2/ab", "here"), Claim("miles/host/1/2/cd", "here")
+    assert own.read(own.name(3), newest=3) == 3
+    assert own.read("-1", newest=3) == -1
+    for foreign in (own.name(4), other.name(3), "3", "41", "default", None):
+        with pytest.raises(EngineError, match="did not publish"):
+            own.read(foreign, newest=3)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ class Attempt:
 
     Args:
         adapter: Name of the LoRA adapter to sample through.
+        number: Of a version by the name the server gives it.
         epoch: Counts changes of the weights; one that differs from the first means that tokens must wait for the spans.
     """
 
@@ -28,13 +29,14 @@ class Attempt:
         server: Server,
         checkpoint: Checkpoint,
         epoch: Callable[[], int],
+        number: Callable[[object], int],
         interval: int,
         where: str,
         *,
         adapter: str | None = None,
     ) -> None:
         self._row, self._server, self._checkpoint = row, server, checkpoint
-        self._epoch, self._interval, self._where = epoch, interval, where
+        self._epoch, self._number, self._interval, self._where = epoch, number, interval, where
         self._adapter = adapter
         self._began = epoch()
         self._prior = len(row.ids)
@@ -104,7 +106,8 @@ class Attempt:
         reason = FinishReason.STOP if self._stopped else finish_of(piece, self._where)
         cut_off = reason is FinishReason.ABORT
         already = len(row.ids) - self._prior
-        spans = stretches(piece.meta, already, len(self._held.ids), version, self._where, cut_off=cut_off)
+        count, number = len(self._held.ids), self._number
+        spans = stretches(piece.meta, already, count, version, number, self._where, cut_off=cut_off)
         chunks = self._release(list(spans))
         row.routes = routes_of(row, piece.meta, self._checkpoint)
         if cut_off and row.ending != "abort":

@@ -26,13 +26,14 @@ from miles_core.watch import progress, waiting
 from miles_sglang.adapter import load, read_adapter, unload
 from miles_sglang.attempt import Attempt
 from miles_sglang.checkpoint import read_checkpoint, row_limit
+from miles_sglang.claim import Claim
 from miles_sglang.client import ServerGone
 from miles_sglang.options import SglangOptions
 from miles_sglang.requests import output_limit, own_problem, rank_of, seed_of
 from miles_sglang.rows import Ending, Row, last_chunk
 from miles_sglang.served import inside
 from miles_sglang.server import Server
-from miles_sglang.settings import check_model, check_settings
+from miles_sglang.settings import check_model, check_settings, url_of
 from miles_sglang.staging import WeightStore
 from miles_sglang.updates import DiskUpdate, make_update
 
@@ -53,6 +54,7 @@ class SglangEngine:
     def __init__(self, options: SglangOptions, context: EngineContext) -> None:
         self._options, self._context = options, context
         self._name = f"engine sglang {context.index}"
+        self._claim = Claim.of_this_process(self._name)
         self._life = Life.CREATED
         self._open = asyncio.Event()
         self._version = -1
@@ -64,6 +66,7 @@ class SglangEngine:
         self._receiver: Receiver | None = None
         self._updating = asyncio.Lock()
         self._counts = {"tokens_sampled": 0, "cached_tokens": 0, "resubmitted": 0}
+        url = url_of(options.urls, context.index, self._name)
         self._checkpoint = read_checkpoint(Path(context.model_path), options.dtype)
         self._store = WeightStore(self._checkpoint, options.staging_dir, self._name)
         self._update = make_update(options)
@@ -75,7 +78,7 @@ class SglangEngine:
             context,
             context_length=self._limit,
             stream_interval=options.stream_interval,
-            url=self._url(),
+            url=url,
             check=self._check,
             restore=self._restore,
             on_up=self._after_revival,
@@ -85,17 +88,6 @@ class SglangEngine:
             adapter=self._adapter,
         )
 
-    def _url(self) -> str | None:
-        urls = self._options.urls
-        if urls and self._context.index >= len(urls):
-            raise self._error(
-                "there are fewer addresses than engines",
-                expected=f"an address for engine {self._context.index}",
-                found=f"{len(urls)} in engine.urls",
-                do="set placement.engines to the number of addresses",
-            )
-        return urls[self._context.index] if urls else None
-
     def _check(self, info: Mapping[str, Any]) -> None:
         check_settings(info, self._options, self._context, self._limit, self._name)
         self._adapter_name = None  # a server that was started has none loaded
@@ -103,13 +95,16 @@ class SglangEngine:
     async def _restore(self) -> None:
         """Load the version that must be served, where the server does not have it."""
         server, served = self._server, self._store.served
+        name = self._claim.name(self._version)
+        if server.attached:
+            await self._claim.check_free(server.client)
         if served is not None:
-            await self._update.push(server.client, server.dialect, served, self._version, flush=True)
+            await self._update.push(server.client, server.dialect, served, name, flush=True)
         elif server.attached:
             await check_model(server.client, self._checkpoint, self._name)
             # Nobody knows what an attached server holds, nor whether an earlier run left it paused.
             await server.client.post("/continue_generation", {})
-            await DiskUpdate().push(server.client, server.dialect, self._checkpoint.path, self._version, flush=True)
+            await DiskUpdate().push(server.client, server.dialect, self._checkpoint.path, name, flush=True)
         if self._adapter is not None:
             self._adapter_name = await load(server.client, self._adapter)
 
@@ -138,8 +133,7 @@ class SglangEngine:
         await self._update.close(None)
         if self._server.attached:
             with suppress(EngineError):  # it goes on without us, if it goes on
-                await self._server.client.post("/abort_request", {"abort_all": True}, timeout_s=10)
-                await self._server.client.post("/continue_generation", {}, timeout_s=10)
+                await self._claim.release(self._server.client)
         await self._server.close()
         await asyncio.to_thread(self._store.close)
 
@@ -219,7 +213,9 @@ class SglangEngine:
             generation = server.generation
             row.rid = f"{self._name}/{next(self._rids)}/{row.request.request_id}"
             interval, adapter = self._options.stream_interval, self._adapter_name
-            attempt = Attempt(row, server, self._checkpoint, lambda: self._epoch, interval, self._name, adapter=adapter)
+            attempt = Attempt(
+                row, server, self._checkpoint, lambda: self._epoch, self._number, interval, self._name, adapter=adapter
+            )
             try:
                 if await attempt.run(self._version, emit):
                     return
@@ -227,6 +223,9 @@ class SglangEngine:
                 self._running()
                 await server.revive(generation)
             self._counts["resubmitted"] += 1
+
+    def _number(self, name: object) -> int:
+        return self._claim.read(name, self._version)
 
     # --- pausing ------------------------------------------------------------------------------------------------------
 
@@ -345,10 +344,12 @@ class SglangEngine:
             self._epoch += 1
             generation = server.generation
             try:
-                await self._update.push(server.client, server.dialect, folder, version, flush=not self._frozen)
+                name = self._claim.name(version)
+                await self._claim.check_held(server.client)
+                await self._update.push(server.client, server.dialect, folder, name, flush=not self._frozen)
                 served = await server.served_version()
-                if served != str(version):
-                    raise self._error("the server serves another version", expected=str(version), found=served)
+                if served != name:
+                    raise self._error("the server serves another version", expected=name, found=served)
             except Exception as error:
                 # What the server holds now is unknown: back to the version that was served, whole.
                 self._store.drop_staged()

@@ -48,14 +48,14 @@ class GroupUpdate:
         self._url: str | None = None
         self._made = 0
 
-    async def push(self, client: Client, dialect: Dialect, folder: Path, version: int, *, flush: bool) -> None:
+    async def push(self, client: Client, dialect: Dialect, folder: Path, name: str, *, flush: bool) -> None:
         group = await self._joined(client)
         files = files_of(folder)
         try:
             async with session(client, dialect):
                 for number, file in enumerate(files):
                     last = number == len(files) - 1
-                    await self._send(client, group, list(read(file)), version if last else None, flush=flush and last)
+                    await self._send(client, group, list(read(file)), name if last else None, flush=flush and last)
         except BaseException:
             self._group = None  # half a collective may be left in it
             raise
@@ -68,7 +68,7 @@ class GroupUpdate:
         client: Client,
         group: Group,
         tensors: list[tuple[str, Tensor]],
-        version: int | None,
+        name: str | None,
         *,
         flush: bool,
     ) -> None:
@@ -80,8 +80,8 @@ class GroupUpdate:
             "group_name": self._name,
             "flush_cache": flush,
         }
-        if version is not None:
-            body["weight_version"] = str(version)
+        if name is not None:
+            body["weight_version"] = name
         device = torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
 
         def broadcast() -> None:

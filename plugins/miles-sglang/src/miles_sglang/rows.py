@@ -7,7 +7,7 @@ life there is only one answer, so tokens pass on at once; afterwards they are he
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -146,7 +146,14 @@ def cut_at_stop(piece: Piece, stop_token_ids: Sequence[int]) -> bool:
 
 
 def stretches(
-    meta: dict[str, Any], already: int, count: int, current: int, where: str, *, cut_off: bool = False
+    meta: dict[str, Any],
+    already: int,
+    count: int,
+    current: int,
+    number: Callable[[object], int],
+    where: str,
+    *,
+    cut_off: bool = False,
 ) -> Iterator[tuple[int, int]]:
     """(tokens, version) in order for the last `count` tokens of an attempt.
 
@@ -154,11 +161,12 @@ def stretches(
         meta: Of the attempt's last event.
         already: Tokens of the attempt before those.
         current: The version when the server gives no spans: such servers are never updated under a request.
+        number: Of a version by the name the server gives it; refuses one that nobody published.
         cut_off: The attempt was aborted. Its spans may end early; tokens beyond them are not counted, so they are
             sampled again or were never there.
 
     Raises:
-        EngineError: the spans do not cover the tokens, or name a version that nobody published.
+        EngineError: the spans do not cover the tokens, or are none.
     """
     spans = meta.get("weight_versions")
     if spans is None:
@@ -166,9 +174,17 @@ def stretches(
         return
     at, end = already, already + count
     for span in spans:
-        stop = min(int(span["end"]), end)
-        if stop > at and int(span["start"]) <= at:
-            yield stop - at, version_of(span["version"], where)
+        try:
+            first, stop, name = int(span["start"]), min(int(span["end"]), end), span["version"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(
+                "the server's version spans are none",
+                expected="version, start and end of each",
+                found=repr(spans)[:300],
+                where=where,
+            ) from error
+        if stop > at and first <= at:
+            yield stop - at, number(name)
             at = stop
     if at < end and not cut_off:
         raise EngineError(
@@ -177,19 +193,6 @@ def stretches(
             found=str(spans),
             where=where,
         )
-
-
-def version_of(text: object, where: str) -> int:
-    try:
-        return int(str(text))
-    except ValueError as error:
-        raise EngineError(
-            "the server serves weights that this run did not publish",
-            expected="a version number",
-            found=repr(text),
-            where=where,
-            do="give the server to this run alone",
-        ) from error
 
 
 def routes_of(row: Row, meta: dict[str, Any], checkpoint: Checkpoint) -> codec.Routes | None:

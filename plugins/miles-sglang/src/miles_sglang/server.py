@@ -17,6 +17,7 @@ from miles_core.errors import EngineError, MilesError
 from miles_core.kinds.engine import EngineContext
 from miles_core.watch import waiting
 from miles_sglang.adapter import Adapter
+from miles_sglang.claim import served_name
 from miles_sglang.client import Client, ServerGone, without_password
 from miles_sglang.dialect import Dialect
 from miles_sglang.launch import command, environment
@@ -169,8 +170,7 @@ class Server:
         return True
 
     async def served_version(self) -> str:
-        info: dict[str, Any] = await self.client.get("/model_info", timeout_s=60)
-        return str(info.get("weight_version"))
+        return await served_name(self.client)
 
     async def barrier(self) -> None:
         """Return after the scheduler did everything it was told before: pauses are sent to it and not answered."""

@@ -24,6 +24,23 @@ def check_settings(
     refuse([*fit_problems(info, options, context_length), *sampling_problems(info, options, context)], where)
 
 
+def url_of(urls: Sequence[str], index: int, where: str) -> str | None:
+    """Address that an engine attaches to; None starts a server.
+
+    Raises:
+        EngineError: there are fewer addresses than engines.
+    """
+    if urls and index >= len(urls):
+        raise EngineError(
+            "there are fewer addresses than engines",
+            expected=f"an address for engine {index}",
+            found=f"{len(urls)} in engine.urls",
+            where=where,
+            do="set placement.engines to the number of addresses",
+        )
+    return urls[index] if urls else None
+
+
 def refuse(found: Sequence[str], where: str) -> None:
     """Raises:
     EngineError: there are problems.

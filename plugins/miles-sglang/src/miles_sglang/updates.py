@@ -27,8 +27,8 @@ from miles_sglang.options import SglangOptions
 class Update(Protocol):
     """Puts a folder's weights into the server."""
 
-    async def push(self, client: Client, dialect: Dialect, folder: Path, version: int, *, flush: bool) -> None:
-        """Load every tensor, then name the version, and flush all prefixes unless requests are frozen over them.
+    async def push(self, client: Client, dialect: Dialect, folder: Path, name: str, *, flush: bool) -> None:
+        """Load every tensor, then call the version `name`, and flush all prefixes unless requests are frozen over them.
 
         Raises:
             EngineError: the server refused or failed; its weights are then unknown.
@@ -41,13 +41,13 @@ class Update(Protocol):
 class DiskUpdate:
     """The server reads the folder. Nothing passes through this process, and it is what `reload` uses too."""
 
-    async def push(self, client: Client, dialect: Dialect, folder: Path, version: int, *, flush: bool) -> None:
+    async def push(self, client: Client, dialect: Dialect, folder: Path, name: str, *, flush: bool) -> None:
         await checked(
             client,
             "/update_weights_from_disk",
             {
                 "model_path": str(folder),
-                "weight_version": str(version),
+                "weight_version": name,
                 "flush_cache": flush,
                 "abort_all_requests": False,
             },
@@ -62,7 +62,7 @@ class TensorUpdate:
     def __init__(self, ranks: int) -> None:
         self._ranks = ranks
 
-    async def push(self, client: Client, dialect: Dialect, folder: Path, version: int, *, flush: bool) -> None:
+    async def push(self, client: Client, dialect: Dialect, folder: Path, name: str, *, flush: bool) -> None:
         files = files_of(folder)
         async with session(client, dialect):
             for number, file in enumerate(files):
@@ -72,7 +72,7 @@ class TensorUpdate:
                     "flush_cache": flush and last,
                 }
                 if last:
-                    body["weight_version"] = str(version)
+                    body["weight_version"] = name
                 await checked(client, "/update_weights_from_tensor", body)
 
     async def close(self, client: Client | None) -> None: ...
