@@ -18,6 +18,7 @@ from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import SamplingParams
+from miles_sglang.attempt import BARREN
 from miles_sglang.claim import RELEASED
 from miles_sglang.engine import SglangEngine
 from miles_sglang.launch import LOADER
@@ -36,6 +37,7 @@ class Peer:
             "custom_weight_loader": [LOADER],
         }  # fmt: skip
         self.version = "default"
+        self.model: dict[str, Any] = {"model_path": "/elsewhere"}
         self.events: list[Any] | None = None
         """Of every request; None answers four tokens under the version served."""
         self.cuts = 0
@@ -57,7 +59,7 @@ class Peer:
         if request.method == "POST":
             body = await request.json()
             self.version = body.get("weight_version", body.get("new_version", self.version))
-        return web.json_response({"success": True, "message": "", "weight_version": self.version, "model_path": "/x"})
+        return web.json_response({"success": True, "weight_version": self.version, **self.model})
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -72,7 +74,7 @@ class Peer:
         await response.write(b"data: [DONE]\n\n")
         return response
 
-    def event(self, ids: list[int], finish: Any = None, *, logprob: float = -1.0, version: str | None = None) -> Any:
+    def event(self, ids: list[int], finish: Any = None, *, logprob: Any = -1.0, version: str | None = None) -> Any:
         meta = {
             "finish_reason": finish, "prompt_tokens": 3, "completion_tokens": len(ids), "cached_tokens": 0,
             "output_token_logprobs": [[logprob, token, None] for token in ids],
@@ -165,3 +167,94 @@ async def test_tokens_of_weights_of_others_are_refused(peer: Peer, model: Path, 
         peer.events = [peer.event([5, 6, 7, 8], LENGTH, version=version)]
         with pytest.raises(EngineError, match="this run did not publish"):
             await sample(engine)
+
+
+ABORTED = {"type": "abort", "message": "x"}
+
+
+@pytest.mark.parametrize(
+    ("finish", "error"), [(ABORTED, "again and again without a token"), (None, "without a finish")]
+)
+async def test_a_server_that_ends_requests_at_once_is_not_flooded(
+    peer: Peer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finish: Any, error: str
+) -> None:
+    monkeypatch.setattr("miles_sglang.attempt.REST_S", 1e-4)
+    async with attached(peer, model, tmp_path) as engine:
+        peer.events = [peer.event([], finish)]
+        with pytest.raises(EngineError, match=error):
+            await sample(engine)
+        assert peer.asked.count("/generate") <= BARREN + 1
+        peer.events = None
+        assert [chunk.token_ids for chunk in await sample(engine)] == [(5, 6, 7, 8), ()]
+
+
+async def test_a_connection_that_breaks_is_not_a_server_that_died(
+    peer: Peer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles_sglang.attempt.REST_S", 1e-4)
+    async with attached(peer, model, tmp_path, restarts=0) as engine:
+        loads = peer.asked.count("/update_weights_from_disk")
+        peer.events, peer.cuts = [peer.event([5])], 5
+        chunks = await sample(engine, 5)
+        assert [token for chunk in chunks for token in chunk.token_ids] == [5] * 5
+        assert (await engine.stats())["server_starts"] == 1
+        peer.events, peer.cuts = [], 1000
+        with pytest.raises(EngineError, match="again and again"):
+            await sample(engine)
+        peer.events, peer.cuts = None, 0
+        await asyncio.gather(*(sample(engine) for _ in range(5)))
+        assert peer.asked.count("/update_weights_from_disk") == loads, "its weights were loaded again"
+
+
+async def test_a_thousandth_broken_connection_asks_no_question_of_its_own(
+    peer: Peer, model: Path, tmp_path: Path
+) -> None:
+    async with attached(peer, model, tmp_path, restarts=0) as engine:
+        await asyncio.gather(*(engine._server.mend(1) for _ in range(50)))
+    assert peer.asked.count("/health") <= 2
+
+
+@pytest.mark.parametrize(
+    ("ids", "changes", "error"),
+    [
+        ([*range(5, 40)], {}, "output is not what was asked for"),
+        ([5], {}, "length is not what was asked for"),
+        ([5, 6, 7, 99999], {}, "tokens is not what was asked for"),
+        ([5, 6, 7, -1], {}, "tokens is not what was asked for"),
+        ([5, 6, 7, 8], {"logprob": 3.5}, "at most 0"),
+        ([5, 6, 7, 8], {"logprob": "-1"}, "no numbers"),
+    ],
+)
+async def test_a_reply_that_no_request_asked_for_is_told(
+    peer: Peer, model: Path, tmp_path: Path, ids: list[int], changes: dict[str, Any], error: str
+) -> None:
+    async with attached(peer, model, tmp_path) as engine:
+        peer.events = [peer.event(ids, LENGTH, **changes)]
+        with pytest.raises(EngineError, match=error):
+            await sample(engine)
+
+
+@pytest.mark.parametrize("info", [None, [1, 2], "<html>"])
+async def test_what_is_no_sglang_is_told(peer: Peer, model: Path, tmp_path: Path, info: Any) -> None:
+    peer.info = info
+    with pytest.raises(EngineError, match="no SGLang"):
+        await make(peer, model, tmp_path).start()
+
+
+async def test_an_update_that_is_never_answered_ends(peer: Peer, model: Path, tmp_path: Path) -> None:
+    async with attached(peer, model, tmp_path, start_timeout_s=0.5, health_interval_s=20, restarts=1) as engine:
+        peer.silent = {"/update_weights_from_disk"}
+        with pytest.raises(EngineError, match=r"could not be brought back(?s:.*)was not answered"):
+            await engine._swap(tmp_path, 0)
+
+
+async def test_a_server_of_another_size_is_refused_before_weights_enter_it(
+    peer: Peer, model: Path, tmp_path: Path
+) -> None:
+    peer.model["model_path"] = str(make_tiny_model(tmp_path / "other", context=96, layers=4))
+    with pytest.raises(EngineError, match=r"another model(?s:.*)4 layers"):
+        await make(peer, model, tmp_path).start()
+    assert "/update_weights_from_disk" not in peer.asked
+    peer.model["model_path"] = str(model)
+    async with attached(peer, model, tmp_path):
+        pass

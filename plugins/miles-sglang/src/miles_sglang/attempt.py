@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from contextlib import aclosing, suppress
 
@@ -9,9 +10,14 @@ from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk
 from miles_core.types import FinishReason
 from miles_sglang.checkpoint import Checkpoint
-from miles_sglang.client import ServerGone
+from miles_sglang.client import ServerGone, without_password
 from miles_sglang.rows import Piece, Row, cut_at_stop, finish_of, last_chunk, parse, payload, routes_of, stretches
 from miles_sglang.server import Server
+
+BARREN = 8
+"""Attempts without a token after which a request gives up."""
+REST_S, LONGEST_REST_S = 0.05, 5.0
+"""Half of the first rest between two of them, each twice as long as the one before; and the longest."""
 
 
 class Attempt:
@@ -41,6 +47,7 @@ class Attempt:
         self._began = epoch()
         self._prior = len(row.ids)
         self._held = Piece([], [], {})
+        self._taken_back = False  # this engine ended it, and it goes on later
         self._stopped = False  # a stop token came that the server does not stop at
 
     async def run(self, version: int, emit: Callable[[Chunk], None]) -> bool:
@@ -87,24 +94,64 @@ class Attempt:
             emit(chunk)
         return bool(last) and last[-1].finish_reason is not None
 
+    async def rest(self) -> None:
+        """Before the row is sent again: wait the longer, the more attempts brought nothing.
+
+        Raises:
+            EngineError: too many did.
+        """
+        row = self._row
+        if self._taken_back or len(row.ids) > self._prior:
+            row.barren = 0
+            return
+        row.barren += 1
+        if row.barren > BARREN:
+            raise EngineError(
+                "the server ends a request again and again without a token",
+                expected="tokens, or a reason",
+                found=f"{row.barren} attempts that were aborted or broke",
+                where=f"{self._where} at {without_password(self._server.client.url)}",
+                do="read the server's log; look for somebody else who aborts its requests, or a proxy in between",
+            )
+        await asyncio.sleep(min(REST_S * 2**row.barren, LONGEST_REST_S))
+
     def _take(self, piece: Piece, version: int) -> list[Chunk]:
         row = self._row
+        self._judge(piece.ids)
         if not row.ids and not self._held.ids:
             row.cached = int(piece.meta.get("cached_tokens") or 0)
         if not self._stopped:
             self._stopped = cut_at_stop(piece, row.request.params.stop_token_ids)
             self._held.ids += piece.ids
             self._held.logprobs += piece.logprobs
+        if len(row.ids) + len(self._held.ids) > row.limit:
+            raise self._strange("output", f"at most {row.limit} tokens", f"{len(row.ids) + len(self._held.ids)}")
         if piece.finish is not None:
             return self._finish(piece, version)
         if self._epoch() != self._began or self._stopped:
             return []  # sampled by either version, or the last token: the last event tells
         return self._release([(len(self._held.ids), version)])
 
+    def _judge(self, ids: list[int]) -> None:
+        size = self._checkpoint.vocabulary
+        if any(not isinstance(token, int) or not 0 <= token < size for token in ids):
+            raise self._strange("tokens", f"ids below {size}", repr(ids)[:200])
+
+    def _strange(self, what: str, expected: str, found: str) -> EngineError:
+        return EngineError(
+            f"the server's {what} is not what was asked for",
+            expected=expected,
+            found=found,
+            where=self._where,
+            do="look for another model, or a proxy, at this address",
+        )
+
     def _finish(self, piece: Piece, version: int) -> list[Chunk]:
         row = self._row
         reason = FinishReason.STOP if self._stopped else finish_of(piece, self._where)
         cut_off = reason is FinishReason.ABORT
+        if reason is FinishReason.LENGTH and len(row.ids) + len(self._held.ids) < row.limit:
+            raise self._strange("length", f"{row.limit} tokens", f"{len(row.ids) + len(self._held.ids)}")
         already = len(row.ids) - self._prior
         count, number = len(self._held.ids), self._number
         spans = stretches(piece.meta, already, count, version, number, self._where, cut_off=cut_off)
@@ -112,7 +159,7 @@ class Attempt:
         row.routes = routes_of(row, piece.meta, self._checkpoint)
         if cut_off and row.ending != "abort":
             # Taken back, or ended by somebody else who may use the server: either way it goes on from what it has.
-            row.ending = None
+            self._taken_back, row.ending = row.ending is not None, None
             return chunks
         at = chunks[-1].weight_version if chunks else version
         return [*chunks, last_chunk(at, reason, row)]

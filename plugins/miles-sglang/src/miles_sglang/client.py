@@ -32,11 +32,14 @@ class Client:
     Args:
         url: Such as ``http://127.0.0.1:30000``.
         where: The engine's name, for errors.
+        patience_s: How long an answer may take where nothing else is said; None waits for ever. Streams
+            take their time.
     """
 
-    def __init__(self, url: str, where: str) -> None:
+    def __init__(self, url: str, where: str, patience_s: float | None = None) -> None:
         self.url = url.rstrip("/")
         self._where = f"{where} at {without_password(self.url)}"
+        self._patience_s = patience_s
         self._session: aiohttp.ClientSession | None = None
 
     def _http(self) -> aiohttp.ClientSession:
@@ -64,8 +67,8 @@ class Client:
             The decoded answer; the text itself where it is no JSON.
 
         Raises:
-            ServerGone: there was no answer.
-            EngineError: the server refused, with its message.
+            ServerGone: the connection broke before an answer.
+            EngineError: the server refused, with its message, or did not answer in time.
         """
         return await self._ask("POST", path, body, timeout_s)
 
@@ -96,6 +99,7 @@ class Client:
             raise self._gone("/generate", None)
 
     async def _ask(self, method: str, path: str, body: Json | None, timeout_s: float | None) -> Any:
+        timeout_s = self._patience_s if timeout_s is None else timeout_s
         timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=30)
         data = None if body is None else encode(body)
         try:

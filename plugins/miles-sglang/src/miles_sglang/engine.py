@@ -221,8 +221,9 @@ class SglangEngine:
                     return
             except ServerGone:
                 self._running()
-                await server.revive(generation)
+                await server.mend(generation)
             self._counts["resubmitted"] += 1
+            await attempt.rest()
 
     def _number(self, name: object) -> int:
         return self._claim.read(name, self._version)
@@ -249,7 +250,7 @@ class SglangEngine:
                 elif mode == "retract" and (self._context.routes or not server.dialect.has("safe-retract")):
                     # With routes: a server's own retract would record those of the recomputation over the first ones.
                     await self._end_rows("retract")
-                await server.client.post("/pause_generation", {"mode": "in_place" if mode == "in-place" else "retract"})
+                await server.tell("/pause_generation", {"mode": "in_place" if mode == "in-place" else "retract"})
                 await server.barrier()
             except ServerGone:
                 await server.revive(server.generation)
@@ -270,7 +271,7 @@ class SglangEngine:
     async def resume(self) -> None:
         server = self._running()
         try:
-            await server.client.post("/continue_generation", {})
+            await server.tell("/continue_generation", {})
         except ServerGone:
             await server.revive(server.generation)
         self._life = Life.SERVING

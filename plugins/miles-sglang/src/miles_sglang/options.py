@@ -41,11 +41,13 @@ class ServerOptions(BaseModel):
     """Folder of the servers' logs, one file each; null is the run's `logs` for engines, and none for teachers and
     outside a run."""
     start_timeout_s: PositiveFloat = 900.0
-    """How long a server may take to become ready; kernels may be compiled at the first start."""
+    """How long a server may take to become ready, kernels compiled at the first start included; and to answer anything
+    else that is asked of it, such as the update of its weights. Streams of samples have no limit."""
     health_interval_s: PositiveFloat = 30.0
     """Time between two health checks, and how long the server may take to answer one."""
     restarts: NonNegativeInt = 3
-    """Times a server that died or hangs is started again, with the weights it served."""
+    """Times, in its whole life, a server that died or hangs is started again with the weights it served. A connection
+    that breaks while the server answers is none."""
 
     @model_validator(mode="after")
     def _not_ours(self) -> ServerOptions:

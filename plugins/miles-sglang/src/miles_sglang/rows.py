@@ -19,6 +19,9 @@ from miles_sglang.checkpoint import Checkpoint
 
 Ending = Literal["retract", "abort"]
 
+ROUNDING = 1e-3
+"""By how much a log-prob may be above 0: half precision rounds, and no more."""
+
 
 @dataclass(slots=True, eq=False)
 class Row:
@@ -38,6 +41,8 @@ class Row:
     """What the engine aborted the present attempt for."""
     rid: str = ""
     """Of the present attempt."""
+    barren: int = 0
+    """Attempts, one after the other, that ended without a token though nobody here ended them."""
 
 
 def payload(row: Row, *, checkpoint: Checkpoint, epoch: int, stream_interval: int) -> dict[str, Any]:
@@ -120,6 +125,8 @@ def parse(event: dict[str, Any], where: str) -> Piece:
             do="start the server with --incremental-streaming-output",
         )
     # The server writes null for what is not finite, since JSON has no word for it.
+    if any(isinstance(value, bool) or not isinstance(value, int | float | None) for value in logprobs):
+        raise EngineError("the server's log-probs are no numbers", found=repr(logprobs)[:300], where=where)
     if None in logprobs or not all(map(math.isfinite, logprobs)):
         at = next(i for i, value in enumerate(logprobs) if value is None or not math.isfinite(value))
         raise EngineError(
@@ -128,6 +135,10 @@ def parse(event: dict[str, Any], where: str) -> Piece:
             found=f"{logprobs[at]} for id {ids[at]}",
             where=where,
             do="look at the last training steps: the published weights have diverged",
+        )
+    if logprobs and max(logprobs) > ROUNDING:
+        raise EngineError(
+            "the server's log-probs are none", expected="at most 0", found=f"{max(logprobs)}", where=where
         )
     if logprobs and max(logprobs) > 0.0:  # a log-softmax rounds to slightly above 0 where one token has all the mass
         logprobs = [min(value, 0.0) for value in logprobs]

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import secrets
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +20,7 @@ from miles_core.kinds.engine import EngineContext
 from miles_core.watch import waiting
 from miles_sglang.adapter import Adapter
 from miles_sglang.claim import served_name
-from miles_sglang.client import Client, ServerGone, without_password
+from miles_sglang.client import Client, Json, ServerGone, without_password
 from miles_sglang.dialect import Dialect
 from miles_sglang.launch import command, environment
 from miles_sglang.options import ServerOptions
@@ -76,7 +78,9 @@ class Server:
         self._client: Client | None = None
         self._dialect: Dialect | None = None
         self._watch: asyncio.Task[None] | None = None
-        self._reviving = asyncio.Lock()
+        self._reviving, self._judging = asyncio.Lock(), asyncio.Lock()
+        self._answered_at = -math.inf
+        """When a question after a broken connection began that the server then answered."""
         self._revivals = 0
         self._told = False
         self.health = Health.DOWN
@@ -120,8 +124,16 @@ class Server:
             if self._url is None:
                 await self._launch()
             else:
-                self._client = Client(self._url, self._where)
+                self._client = Client(self._url, self._where, self._options.start_timeout_s)
             info = await self.client.get("/server_info", timeout_s=60)
+        if not isinstance(info, dict):
+            raise EngineError(
+                "what answers is no SGLang",
+                expected="the settings of a server, as GET /server_info of SGLang gives them",
+                found=repr(info)[:200],
+                where=self._where,
+                do=f"look what serves {self._address}",
+            )
         self._dialect = Dialect.of(str(info.get("version")), self._where)
         if not self._told:
             self._told = True
@@ -169,6 +181,36 @@ class Server:
             return False
         return True
 
+    async def mend(self, generation: int) -> None:
+        """After a connection broke: bring the server back if it is gone. One that answers has lost a connection only.
+
+        Raises:
+            EngineError: it cannot be brought back.
+        """
+        broke = time.monotonic()
+        async with self._judging:  # a thousand requests may have broken at once: they ask once
+            if self.health is Health.UP and self.generation == generation:
+                if self._answered_at < broke:
+                    asked = time.monotonic()
+                    self._answered_at = asked if await self.alive() else self._answered_at
+                if self._answered_at >= broke:
+                    return
+        await self.revive(generation)
+
+    async def tell(self, path: str, body: Json) -> None:
+        """POST what may be said twice: once more where only the connection broke.
+
+        Raises:
+            ServerGone: the server is gone.
+            EngineError: it refused.
+        """
+        try:
+            await self.client.post(path, body)
+        except ServerGone:
+            if not await self.alive():
+                raise
+            await self.client.post(path, body)
+
     async def served_version(self) -> str:
         return await served_name(self.client)
 
@@ -197,7 +239,7 @@ class Server:
             adapter=self._adapter,
         )
         self._process = ServerProcess(argv, environment(self._options), self._log_file(), self._scratch)
-        self._client = Client(f"http://127.0.0.1:{port}", self._where)
+        self._client = Client(f"http://127.0.0.1:{port}", self._where, self._options.start_timeout_s)
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
                 await self._until_ready(self._process, name)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+from miles_core.config.model_folder import ModelFolderError, read_model_folder
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import EngineContext
 from miles_sglang.checkpoint import Checkpoint
@@ -63,12 +66,18 @@ async def check_model(client: Client, checkpoint: Checkpoint, where: str) -> Non
         EngineError: it serves another architecture.
     """
     info = await client.get("/model_info", timeout_s=60)
-    served = info.get("architectures") if isinstance(info, dict) else None
-    if served and checkpoint.architectures and list(served) != list(checkpoint.architectures):
+    info = info if isinstance(info, dict) else {}
+    served, path = info.get("architectures"), Path(str(info.get("model_path")))
+    wanted, found = list(checkpoint.architectures), list(served or checkpoint.architectures)
+    with suppress(ModelFolderError):  # a folder that is not on this host, or gone, tells nothing
+        folder = read_model_folder(path)
+        wanted += [f"{checkpoint.layers} layers", f"a vocabulary of {checkpoint.vocabulary}"]
+        found += [f"{folder.layers} layers", f"a vocabulary of {folder.vocabulary}"]
+    if checkpoint.architectures and found != wanted:
         raise EngineError(
             "the server serves another model",
-            expected=f"{', '.join(checkpoint.architectures)}, as in {checkpoint.path}",
-            found=f"{', '.join(served)} from {info.get('model_path')}",
+            expected=f"{', '.join(wanted)}, as in {checkpoint.path}",
+            found=f"{', '.join(found)}, as in {path}",
             where=where,
             do="attach to a server of this checkpoint, or name the one it serves",
         )
@@ -80,7 +89,9 @@ def fit_problems(info: Mapping[str, Any], options: ServerOptions, context_length
         if info.get(name) not in (None, wanted_size):
             yield f"{name} is {info[name]}, the run-file says {wanted_size}: --{name.replace('_', '-')}={wanted_size}"
     available = info.get("context_length")
-    if available is not None and available < context_length + SPARE_TOKENS:
+    if available is not None and not isinstance(available, int):
+        yield f"context_length is {available!r}, no number: is this SGLang?"
+    elif available is not None and available < context_length + SPARE_TOKENS:
         yield f"context of {available} tokens: --context-length={context_length + SPARE_TOKENS} or more"
     capacity = info.get("max_total_num_tokens")
     if isinstance(capacity, int) and capacity < context_length:
