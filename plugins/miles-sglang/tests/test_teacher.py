@@ -78,7 +78,7 @@ async def test_scores_are_those_of_a_full_forward_and_of_one_model_throughout(se
         # A run that publishes to the teacher's server is told of, not scored with.
         body = {"model_path": str(models.published), "weight_version": "4", "flush_cache": True}
         await teacher._server.client.post("/update_weights_from_disk", body)
-        with pytest.raises(EngineError, match=r"(?s)weights changed.*version -1 throughout.*4"):
+        with pytest.raises(EngineError, match=r"(?s)weights changed.*version released throughout.*4"):
             await teacher.score(row(IDS))
 
 
