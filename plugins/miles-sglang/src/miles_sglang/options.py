@@ -53,6 +53,11 @@ class ServerOptions(BaseModel):
     def _not_ours(self) -> ServerOptions:
         if ours := sorted(name for name in self.server_args if name.replace("-", "_") in RESERVED):
             raise ValueError(f"server_args: Miles sets {', '.join(ours)} itself; use the options or keys for it")
+        plain = [name.replace("-", "_") for name in self.server_args]
+        if twice := sorted({name for name in plain if plain.count(name) > 1}):
+            raise ValueError(f"server_args: {', '.join(twice)} twice, in two spellings")
+        if never := sorted(name for name in self.server_args if name.replace("-", "_") in NEVER):
+            raise ValueError(f"server_args: with {', '.join(never)} no server fits a run; leave it out")
         return self
 
 
@@ -101,3 +106,11 @@ RESERVED = frozenset(
     }
 )  # fmt: skip
 """Arguments of the server that follow from the run-file, and keys: on a command line anybody would read them."""
+
+NEVER = frozenset(
+    {
+        "load_format", "model", "nnodes", "node_rank", "dist_init_addr", "pp_size", "pipeline_parallel_size",
+        "speculative_algorithm", "skip_tokenizer_init", "preferred_sampling_params", "disaggregation_mode",
+    }
+)  # fmt: skip
+"""Arguments under which a server has no weights of the run, samples otherwise, or waits for others."""

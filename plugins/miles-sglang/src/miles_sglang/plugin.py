@@ -1,11 +1,50 @@
 """Engine and teacher `sglang`: SGLang servers, started by Miles or attached by address."""
 
-from miles_core.plugin import Capability, conflicts, hookimpl
+from miles_core.plugin import Capability, Rule, conflicts, hookimpl
 
 MILES_API = 1
 
 VERIFICATIONS = ("check_weight_update_equal=true", "weights.verify in (always, sampled)")
 """What asks an engine for digests of the weights it serves."""
+
+RULES = (
+    *(
+        Rule(
+            id=f"sglang-digests-one-rank-{number}",
+            when=(verification,),
+            check="miles_sglang.rules:one_rank",
+            because="served weights are compared tensor by tensor, and a rank of several holds only slices",
+            instead="weights.verify: off and check_weight_update_equal: false, or engine.tensor_parallel: 1",
+        )
+        for number, verification in enumerate(VERIFICATIONS, 1)
+    ),
+    Rule(
+        id="sglang-attached-not-started",
+        check="miles_sglang.rules:starting_is_ours",
+        because="how an attached server is started is decided where it is started, so nothing reads the option",
+        instead="no engine.urls, or the flag on the server's own command line",
+    ),
+    Rule(
+        id="sglang-addresses",
+        check="miles_sglang.rules:addresses_fit",
+        because="each engine attaches to one server, and each server is one engine's",
+        instead="as many different addresses, such as http://host:30000, as placement.engines",
+    ),
+    conflicts(
+        "engine.backend=nccl",
+        "engine.update in (disk, tensor)",
+        id="sglang-backend-distributed",
+        because="only updates by broadcast use the library, so nothing reads the option",
+        instead="engine.update: distributed, or no engine.backend",
+    ),
+    Rule(
+        id="sglang-deterministic-min-p",
+        when=("engine.deterministic=true",),
+        check="miles_sglang.rules:no_min_p",
+        because="SGLang has no min-p in deterministic mode, and a request for it would end the server",
+        instead="min_p: 0, or engine.deterministic: false",
+    ),
+)
 
 
 @hookimpl
@@ -17,16 +56,7 @@ def miles_engines() -> list[Capability]:
             load="miles_sglang.engine:SglangEngine",
             options="miles_sglang.options:SglangOptions",
             provides=frozenset({"version-spans", "verifies-weights", "streams", "records-routes", "pauses-in-place"}),
-            rules=tuple(
-                conflicts(
-                    verification,
-                    "engine.tensor_parallel in (2, 3, 4, 6, 8, 16, 32, 64)",
-                    id=f"sglang-digests-one-rank-{number}",
-                    because="served weights are compared tensor by tensor, and a rank of several holds only slices",
-                    instead="weights.verify: off and check_weight_update_equal: false, or engine.tensor_parallel: 1",
-                )
-                for number, verification in enumerate(VERIFICATIONS, 1)
-            ),
+            rules=RULES,
         )
     ]
 
