@@ -258,3 +258,21 @@ async def test_a_server_of_another_size_is_refused_before_weights_enter_it(
     peer.model["model_path"] = str(model)
     async with attached(peer, model, tmp_path):
         pass
+
+
+async def test_what_is_staged_beside_an_attached_server_goes_when_miles_is_killed(
+    peer: Peer, model: Path, tmp_path: Path
+) -> None:
+    async with attached(peer, model, tmp_path) as engine:
+        guard = engine._server._guard
+        assert guard is not None
+        assert engine._store.root.is_dir()
+        pipe = guard._process.stdin
+        assert pipe is not None
+        pipe.close()  # as the death of this process would
+        await asyncio.to_thread(guard._process.wait, DEADLINE_S)
+        assert not engine._store.root.exists()
+    async with attached(peer, model, tmp_path) as engine:
+        guard = engine._server._guard
+    assert guard is not None
+    assert guard._process.returncode is not None, "the guard outlives its engine"

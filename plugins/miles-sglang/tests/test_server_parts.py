@@ -15,6 +15,7 @@ import psutil
 import pytest
 from aiohttp import web
 from pydantic import ValidationError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from miles_core.errors import EngineError
@@ -165,6 +166,20 @@ class TestStaging:
             store.stage(0, buckets)
         assert store.staged is None
 
+    def test_a_full_folder_is_told_with_sizes_and_gives_its_room_back(
+        self, model: Path, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def save(tensors: Any, path: Path, metadata: Any) -> None:
+            path.write_bytes(bytes(99))
+            raise SafetensorError("I/O error: No space left on device (os error 28)")
+
+        monkeypatch.setattr("miles_sglang.staging.save_file", save)
+        store = WeightStore(checkpoint, str(tmp_path), "engine 0")
+        tensors = [NamedTensor(name=name, tensor=t) for name, t in weights_of(model).items()]
+        with pytest.raises(EngineError, match=r"(?s)No space left.*MiB are free.*engine\.staging_dir"):
+            store.stage(0, buckets_of(0, tensors))
+        assert list(store.root.iterdir()) == []
+
 
 CHILDREN = (
     "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
@@ -192,29 +207,32 @@ class TestProcess:
         process.kill()
         assert _eventually(lambda: _group(process.pid) == [])
 
-    def test_a_vanished_owner_leaves_no_process_and_no_staged_weights(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("attached", [False, True])
+    def test_a_vanished_owner_leaves_no_process_and_no_staged_weights(self, tmp_path: Path, attached: bool) -> None:
         scratch = tmp_path / "scratch"
         scratch.mkdir()
+        start = f"ServerProcess([sys.executable, '-c', {CHILDREN!r}], dict(os.environ), None, folders).pid"
         owner = subprocess.Popen(
             [
                 sys.executable,
                 "-c",
                 "import os, sys, time; from pathlib import Path\n"
-                "from miles_sglang.process import ServerProcess\n"
+                "from miles_sglang.process import Guard, ServerProcess\n"
                 f"folders = [Path({str(scratch)!r})]\n"
-                f"p = ServerProcess([sys.executable, '-c', {CHILDREN!r}], dict(os.environ), None, folders)\n"
-                "print(p.pid, flush=True); time.sleep(60)",
+                f"kept = {'Guard(None, folders), 0' if attached else start}\n"
+                f"print({0 if attached else 'kept'}, flush=True); time.sleep(60)",
             ],
             stdout=subprocess.PIPE,
             text=True,
         )
         assert owner.stdout is not None
         leader = int(owner.stdout.readline())
-        assert _eventually(lambda: len(_group(leader)) == 2)
+        assert attached or _eventually(lambda: len(_group(leader)) == 2)
+        assert scratch.exists()
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         owner.stdout.close()
-        assert _eventually(lambda: _group(leader) == [])
+        assert attached or _eventually(lambda: _group(leader) == [])
         assert _eventually(lambda: not scratch.exists())
 
 
@@ -227,6 +245,25 @@ class TestStart:
         options = self.options(tmp_path, "json.tool", server_args={"no_such_argument": 3})
         with pytest.raises(EngineError, match=r"(?s)ended while it started.*exit code 2.*no-such-argument"):
             await SglangEngine(options, context(model, device="cpu")).start()
+        assert list(tmp_path.glob("miles-sglang-*")) == [], "staged weights are left behind"
+
+    @pytest.mark.parametrize(
+        ("wrong", "named"),
+        [
+            ({"python": "/nonexistent/python"}, "engine.python"),
+            ({"python": "/tmp"}, "engine.python"),
+            ({"log_dir": "/proc/nothing"}, "engine.log_dir"),
+            ({"staging_dir": "/nonexistent"}, "engine.staging_dir"),
+            ({"urls": ("http://a:1",)}, "placement.engines"),
+            ({"adapter": "/nonexistent"}, "adapter"),
+        ],
+    )
+    async def test_what_cannot_be_is_told_with_its_key_and_leaves_nothing(
+        self, model: Path, tmp_path: Path, wrong: dict[str, Any], named: str
+    ) -> None:
+        options = self.options(tmp_path, "json.tool").model_copy(update=wrong)
+        with pytest.raises(EngineError, match=named):
+            await SglangEngine(options, context(model, device="cpu", index=1)).start()
         assert list(tmp_path.glob("miles-sglang-*")) == [], "staged weights are left behind"
 
     async def test_another_server_at_its_port_is_not_taken_for_it(

@@ -68,11 +68,11 @@ class SglangEngine:
         self._counts = {"tokens_sampled": 0, "cached_tokens": 0, "resubmitted": 0}
         url = url_of(options.urls, context.index, self._name)
         self._checkpoint = read_checkpoint(Path(context.model_path), options.dtype)
-        self._store = WeightStore(self._checkpoint, options.staging_dir, self._name)
         self._update = make_update(options)
         self._adapter = read_adapter(Path(options.adapter)) if options.adapter else None
         self._adapter_name: str | None = None
         self._limit = row_limit(context.context_length, self._checkpoint, self._name, "model.context_length")
+        self._store = WeightStore(self._checkpoint, options.staging_dir, self._name)
         self._server = Server(
             options,
             context,

@@ -1,7 +1,8 @@
 """One server process and everything it spawns: started with a log of its own, ended whatever happens to Miles.
 
 The server leads a process group. A guard, a few megabytes of another process, holds the reading end of a pipe to this
-one; when this process ends, however it ends, the guard kills the group and removes the staging folder.
+one; when this process ends, however it ends, the guard kills the group and removes the staging folder. Beside an
+attached server there is no group, and the guard removes the folder alone.
 """
 
 from __future__ import annotations
@@ -30,6 +31,32 @@ for folder in sys.argv[2:]: shutil.rmtree(folder, ignore_errors=True)
 """
 
 
+class Guard:
+    """Waits for this process to vanish, then ends a group and removes folders.
+
+    Args:
+        group: Leader of the process group; None where there is none.
+        scratch: Folders to remove.
+    """
+
+    def __init__(self, group: int | None, scratch: Sequence[Path]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", _GUARD, "" if group is None else str(group), *map(str, scratch)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def dismiss(self) -> None:
+        """Nothing is left to guard. Idempotent."""
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+
 class ServerProcess:
     """A started process group.
 
@@ -47,13 +74,7 @@ class ServerProcess:
             self._process = subprocess.Popen(
                 argv, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
             )
-        self._guard = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _GUARD, str(self._process.pid), *map(str, scratch)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self._guard = Guard(self._process.pid, scratch)
 
     @property
     def pid(self) -> int:
@@ -83,11 +104,7 @@ class ServerProcess:
         """End the group by force, and the guard."""
         self._signal(signal.SIGKILL)
         self._process.wait()
-        if self._guard.poll() is None:
-            self._guard.kill()
-        self._guard.wait()
-        if self._guard.stdin is not None:
-            self._guard.stdin.close()
+        self._guard.dismiss()
 
     def tail(self) -> str:
         """The last lines of the log."""

@@ -24,7 +24,7 @@ from miles_sglang.client import Client, Json, ServerGone, without_password
 from miles_sglang.dialect import Dialect
 from miles_sglang.launch import command, environment
 from miles_sglang.options import ServerOptions
-from miles_sglang.process import ServerProcess, free_port
+from miles_sglang.process import Guard, ServerProcess, free_port
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +75,7 @@ class Server:
         self._address = None if url is None else without_password(url)
         self._where, self._log_name, self._adapter = where, log_name, adapter
         self._process: ServerProcess | None = None
+        self._guard: Guard | None = None  # of what is staged beside an attached server
         self._client: Client | None = None
         self._dialect: Dialect | None = None
         self._watch: asyncio.Task[None] | None = None
@@ -124,6 +125,7 @@ class Server:
             if self._url is None:
                 await self._launch()
             else:
+                self._guard = self._guard or (Guard(None, self._scratch) if self._scratch else None)
                 self._client = Client(self._url, self._where, self._options.start_timeout_s)
             info = await self.client.get("/server_info", timeout_s=60)
         if not isinstance(info, dict):
@@ -224,6 +226,9 @@ class Server:
             watch.cancel()
             await asyncio.gather(watch, return_exceptions=True)
         await self._stop()
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.dismiss()
         self.health = Health.DOWN
 
     async def _launch(self) -> None:
@@ -238,7 +243,12 @@ class Server:
             stream_interval=self._stream_interval,
             adapter=self._adapter,
         )
-        self._process = ServerProcess(argv, environment(self._options), self._log_file(), self._scratch)
+        log_file = self._log_file()
+        try:
+            self._process = ServerProcess(argv, environment(self._options), log_file, self._scratch)
+        except OSError as error:
+            do = "set engine.python to an interpreter that has SGLang, and engine.log_dir to a folder for its logs"
+            raise self._unusable("the server's process cannot be started", error, do) from error
         self._client = Client(f"http://127.0.0.1:{port}", self._where, self._options.start_timeout_s)
         try:
             async with asyncio.timeout(self._options.start_timeout_s):
@@ -273,12 +283,18 @@ class Server:
                 pass  # not yet; the process or the deadline ends this
             await asyncio.sleep(POLL_S)
 
+    def _unusable(self, message: str, error: OSError, do: str) -> EngineError:
+        return EngineError(message, found=str(error), where=self._where, do=do)
+
     def _log_file(self) -> Path | None:
         folder = self._options.log_dir or self._context.log_dir
         if folder is None:
             return None
         path = Path(folder)
-        path.mkdir(parents=True, exist_ok=True)
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise self._unusable("the folder of logs cannot be made", error, "set engine.log_dir") from error
         return path / f"{self._log_name}.log"
 
     async def _watch_over(self) -> None:

@@ -13,9 +13,11 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from miles_core.errors import EngineError
 from miles_core.types import WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor
 from miles_core.weights.intake import Intake
@@ -35,7 +37,15 @@ class WeightStore:
         self._checkpoint = checkpoint
         self._where = where
         default = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
-        self.root = Path(tempfile.mkdtemp(prefix="miles-sglang-", dir=parent or default))
+        try:
+            self.root = Path(tempfile.mkdtemp(prefix="miles-sglang-", dir=parent or default))
+        except OSError as error:
+            raise EngineError(
+                "no folder for staged weights can be made",
+                found=str(error),
+                where=where,
+                do="set engine.staging_dir to a folder that is there and that Miles may write to",
+            ) from error
         self.served: Path | None = None
         """Folder of the version that is served; None while that is the checkpoint."""
         self.staged: tuple[int, Path] | None = None
@@ -44,7 +54,8 @@ class WeightStore:
         """Write all buckets of a version beside the served one. Blocking.
 
         Raises:
-            EngineError: the buckets are not exactly this version of exactly these weights; nothing is staged then.
+            EngineError: the buckets are not exactly this version of exactly these weights, or there is no room for
+            them; nothing is staged then.
         """
         self.drop_staged()
         partial = self.root / "partial"
@@ -62,13 +73,28 @@ class WeightStore:
                 digests[key] = digest_tensor(tensor)
                 files[key] = name
                 num_bytes += tensor.numel() * tensor.element_size()
-            save_file(tensors, partial / name, metadata={"format": "pt"})
+            try:
+                save_file(tensors, partial / name, metadata={"format": "pt"})
+            except (OSError, SafetensorError) as error:
+                raise self._full(partial, num_bytes, error) from error
         intake.finish()
         self._complete(partial, files, num_bytes)
         final = self.root / f"version_{version:06d}_{len(list(self.root.iterdir()))}"
         partial.rename(final)
         self.staged = (version, final)
         return WeightManifest(version=version, digests=digests, num_bytes=num_bytes)
+
+    def _full(self, partial: Path, num_bytes: int, error: Exception) -> EngineError:
+        """What could not be written, and room again: what lies in shared memory is memory that others lack."""
+        shutil.rmtree(partial, ignore_errors=True)
+        return EngineError(
+            "a weight version cannot be staged",
+            expected=f"room for two versions in {self.root.parent}",
+            found=f"{error}, after {num_bytes / 2**20:.1f} MiB; "
+            f"{shutil.disk_usage(self.root).free / 2**20:.1f} MiB are free without it",
+            where=self._where,
+            do="set engine.staging_dir to a folder with more room",
+        )
 
     def commit(self) -> None:
         """The staged version is served now; the one before is deleted."""
