@@ -8,6 +8,8 @@ import signal
 import time
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from miles_core.rollout.ledger import Fate
 from miles_core.tracking import rollouts
 from miles_core.tracking.names import is_clock, undeclared
@@ -68,6 +70,9 @@ def test_fully_async_trains_whole_groups_once_and_ages_them_in_versions_not_step
     lines, timings = workspace.lines(), workspace.lines("timings.jsonl")
     assert [line["step"] for line in lines] == list(range(7))
     assert max(line["contract/versions/s_old_max"] for line in lines[1:]) <= 1
+    for timing in timings[1:]:
+        per_step = timing["tokens/sampled"] / timing["time/step_s"]
+        assert timing["throughput/rollout_tokens_per_s"] == pytest.approx(per_step)
     published = [(e["version"], e["step"]) for e in workspace.lines("events.jsonl") if e["event"] == "publish"]
     assert published == [(0, 0), (1, 2), (2, 4), (3, 6)]
     assert [line["contract/versions/current"] for line in lines[1:]] == [0, 0, 1, 1, 2, 2]

@@ -78,9 +78,9 @@ class Recorder:
         now = time.monotonic()
         timings = {**self._timings, "time/step_s": now - self._step_started}
         if "time/rollout_s" in timings and "tokens/sampled" in timings:
-            timings["throughput/rollout_tokens_per_s"] = timings["tokens/sampled"] / max(
-                timings["time/rollout_s"], 1e-9
-            )
+            # Where the rollout never stops, `time/rollout_s` is only the wait for a batch.
+            seconds = timings["time/step_s" if "async/generate_s" in timings else "time/rollout_s"]
+            timings["throughput/rollout_tokens_per_s"] = timings["tokens/sampled"] / max(seconds, 1e-9)
             timings["throughput/train_tokens_per_s"] = timings["tokens/batch"] / max(timings["time/train_s"], 1e-9)
         self._timings, self._step_started = {}, now
         self._directory.append(self._directory.metrics, {"step": step, **metrics})

@@ -169,7 +169,12 @@ CLOCK = (
     Metric("time/step_s", "s", "seconds of the whole step", True),
     Metric("tokens/batch", "tokens", "tokens of the batch, prompts included", True),
     Metric("tokens/sampled", "tokens", "trained tokens of the batch", True),
-    Metric("throughput/rollout_tokens_per_s", "tokens/s", "trained tokens per second of rollout", True),
+    Metric(
+        "throughput/rollout_tokens_per_s",
+        "tokens/s",
+        "trained tokens per second of rollout, or of the step where it never stops",
+        True,
+    ),
     Metric("throughput/train_tokens_per_s", "tokens/s", "tokens of the batch per second of training", True),
     Metric("rollout/aborted_attempts_finished", "attempts", "finished attempts of aborted surplus groups", True),
     Metric("rollout/aborted_attempts_cut", "attempts", "attempts of aborted surplus groups cut while running", True),
