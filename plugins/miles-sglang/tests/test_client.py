@@ -118,3 +118,17 @@ async def answering(written: bytes) -> AsyncIterator[Client]:
     finally:
         await client.close()
         await runner.cleanup()
+
+
+@pytest.mark.parametrize(
+    ("url", "error"),
+    [
+        ("127.0.0.1:9", r"no address(?s:.*)http://host:port"),
+        ("http://127.0.0.1:9", r"no server answers(?s:.*)Connect call failed"),
+    ],
+)
+async def test_an_address_where_nothing_can_answer_is_told(url: str, error: str) -> None:
+    client = Client(url, "test")
+    with pytest.raises(ServerGone, match=error):
+        await client.get("/server_info")
+    await client.close()

@@ -217,10 +217,10 @@ async def test_a_thousandth_broken_connection_asks_no_question_of_its_own(
 @pytest.mark.parametrize(
     ("ids", "changes", "error"),
     [
-        ([*range(5, 40)], {}, "output is not what was asked for"),
-        ([5], {}, "length is not what was asked for"),
-        ([5, 6, 7, 99999], {}, "tokens is not what was asked for"),
-        ([5, 6, 7, -1], {}, "tokens is not what was asked for"),
+        ([*range(5, 40)], {}, "too long"),
+        ([5], {}, "ended early"),
+        ([5, 6, 7, 99999], {}, "asked for: token ids"),
+        ([5, 6, 7, -1], {}, "asked for: token ids"),
         ([5, 6, 7, 8], {"logprob": 3.5}, "at most 0"),
         ([5, 6, 7, 8], {"logprob": "-1"}, "no numbers"),
     ],

@@ -125,7 +125,7 @@ class Attempt:
             self._held.ids += piece.ids
             self._held.logprobs += piece.logprobs
         if len(row.ids) + len(self._held.ids) > row.limit:
-            raise self._strange("output", f"at most {row.limit} tokens", f"{len(row.ids) + len(self._held.ids)}")
+            raise self._strange("too long", f"at most {row.limit} tokens", f"{len(row.ids) + len(self._held.ids)}")
         if piece.finish is not None:
             return self._finish(piece, version)
         if self._epoch() != self._began or self._stopped:
@@ -135,11 +135,11 @@ class Attempt:
     def _judge(self, ids: list[int]) -> None:
         size = self._checkpoint.vocabulary
         if any(not isinstance(token, int) or not 0 <= token < size for token in ids):
-            raise self._strange("tokens", f"ids below {size}", repr(ids)[:200])
+            raise self._strange("token ids", f"ids below {size}", repr(ids)[:200])
 
     def _strange(self, what: str, expected: str, found: str) -> EngineError:
         return EngineError(
-            f"the server's {what} is not what was asked for",
+            f"the server's answer is not what was asked for: {what}",
             expected=expected,
             found=found,
             where=self._where,
@@ -151,7 +151,7 @@ class Attempt:
         reason = FinishReason.STOP if self._stopped else finish_of(piece, self._where)
         cut_off = reason is FinishReason.ABORT
         if reason is FinishReason.LENGTH and len(row.ids) + len(self._held.ids) < row.limit:
-            raise self._strange("length", f"{row.limit} tokens", f"{len(row.ids) + len(self._held.ids)}")
+            raise self._strange("ended early", f"{row.limit} tokens", f"{len(row.ids) + len(self._held.ids)}")
         already = len(row.ids) - self._prior
         count, number = len(self._held.ids), self._number
         spans = stretches(piece.meta, already, count, version, number, self._where, cut_off=cut_off)

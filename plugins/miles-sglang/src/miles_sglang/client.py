@@ -129,8 +129,15 @@ class Client:
         )
 
     def _gone(self, path: str, error: Exception | None) -> ServerGone:
-        found = "the connection ended early" if error is None else f"{type(error).__name__}: {error}"
-        return ServerGone(f"the server is gone ({path})", found=found, where=self._where)
+        if isinstance(error, aiohttp.NonHttpUrlClientError | aiohttp.InvalidURL):
+            message, found, do = "this is no address of a server", self._where, "write it as http://host:port"
+        elif isinstance(error, aiohttp.ClientConnectorError):
+            message, found = f"no server answers ({path})", str(error.os_error)
+            do = "look whether it runs, and listens at this address"
+        else:
+            message, do = f"the server is gone ({path})", None
+            found = "the connection ended early" if error is None else f"{type(error).__name__}: {error}"
+        return ServerGone(message, found=found, where=self._where, do=do)
 
 
 class EventReader:
