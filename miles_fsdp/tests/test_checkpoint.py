@@ -12,6 +12,7 @@ import torch
 
 from miles_core.errors import CheckpointError
 from miles_core.trainer import checkpoint
+from miles_core.weights.digests import digest_file
 
 
 def state(value: float = 1.0) -> dict[str, torch.Tensor]:
@@ -74,7 +75,7 @@ def test_a_pickle_that_would_run_code_is_refused(tmp_path: Path, monkeypatch: py
         checkpoint.load(folder, state())
     # Whoever can write the folder can also write its digests.
     manifest = json.loads((folder / checkpoint.MANIFEST).read_text())
-    manifest["files"][".metadata"][1] = checkpoint._digest(folder / ".metadata")
+    manifest["files"][".metadata"][1] = digest_file(folder / ".metadata")
     (folder / checkpoint.MANIFEST).write_text(json.dumps(manifest))
     with pytest.raises(CheckpointError, match=r"refuses \w+\.system"):
         checkpoint.load(folder, state())

@@ -303,13 +303,6 @@ class PluginsSpec(Section):
 class RunSpec(Section):
     """A whole run."""
 
-    @property
-    def max_in_flight(self) -> int:
-        """Trajectories in flight at most, in a rollout or an evaluation."""
-        if self.schedule.mode != "fully-async":
-            return self.rollout.max_concurrent
-        return self.schedule.max_concurrent_samples or self.schedule.groups_per_step * self.schedule.group_size
-
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Name of the run directory."""
     seed: NonNegativeInt = 0
@@ -364,6 +357,13 @@ class RunSpec(Section):
     """Seconds without progress before the watchdog prints who waits for whom."""
     plugins: PluginsSpec = PluginsSpec()
     """Which plugins may load."""
+
+    @property
+    def max_in_flight(self) -> int:
+        """Trajectories in flight at most, in a rollout or an evaluation."""
+        if self.schedule.mode != "fully-async":
+            return self.rollout.max_concurrent
+        return self.schedule.max_concurrent_samples or self.schedule.groups_per_step * self.schedule.group_size
 
 
 def dump(spec: RunSpec) -> str:

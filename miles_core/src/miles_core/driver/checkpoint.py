@@ -13,7 +13,6 @@ was complete once; the manifest catches one that was copied or truncated later. 
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
@@ -23,9 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import xxhash
-
 from miles_core.errors import CheckpointError
+from miles_core.weights.digests import digest_file
 
 FORMAT = 1
 _NAME = re.compile(r"^step_(\d{6,})$")
@@ -160,12 +158,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 def _digests(path: Path) -> dict[str, str]:
     """xxh3-128 of the driver's own files; the backend's ranks look after theirs."""
-    found = {}
-    for name in _sizes(path):
-        if not name.startswith("backend/"):
-            with (path / name).open("rb") as file:
-                found[name] = hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
-    return found
+    return {name: digest_file(path / name) for name in _sizes(path) if not name.startswith("backend/")}
 
 
 def _write_json(path: Path, value: Any) -> None:

@@ -26,7 +26,7 @@ MAY_CHANGE = (
     "plugins",
 )
 """What a resumed run may change: none of it alters the steps that are done, and a checkpoint is read under any layout.
-Figures of the steps to come then agree to rounding, not bit for bit."""
+Figures of the steps to come then need not agree bit for bit."""
 MUST_STAY = ("backend.use", "engine.use")
 """Within those: another backend cannot read the checkpoint, and another engine is another sampler."""
 

@@ -22,10 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from miles_core.capability import Capability
-from miles_core.kinds.backend import Backend, BackendContext, LossSettings, OptimizerSettings
+from miles_core.kinds.backend import Backend, BackendContext
 from miles_core.registry import discover, load_target
 from miles_core.testing.backend import weights
-from miles_core.testing.backend_oracle import SURROGATE, example_batch, expected_update
+from miles_core.testing.backend_oracle import LOSS, PROBE, example_batch, expected_update
 from miles_core.types import Float32, TrainBatch
 
 WORLD = 2
@@ -74,7 +74,7 @@ class ArchitectureConformance:
     @classmethod
     def expected(cls, model_path: Path) -> Float32:
         """Log-probs of `_batch`, by transformers in float64."""
-        return np.asarray(expected_update(model_path, _batch(), _LOSS).logprobs, dtype=np.float32)
+        return np.asarray(expected_update(model_path, _batch(), LOSS).logprobs, dtype=np.float32)
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -131,8 +131,8 @@ def make_backend(load: str, model_path: Path, *, rank: int = 0, world: int = 1, 
         rank=rank,
         world_size=world,
         seed=0,
-        optimizer=_OPTIMIZER,
-        loss=_LOSS,
+        optimizer=PROBE,
+        loss=LOSS,
         reference=False,
         architecture=load,
     )
@@ -169,17 +169,3 @@ def _rank(rank: int, folder: str, load: str, model_path: str, layouts: Layouts) 
     torch.save(outcomes, Path(folder, f"rank-{rank}.pt"))
     dist.barrier()
     dist.destroy_process_group()
-
-
-_LOSS = LossSettings(load=SURROGATE)
-_OPTIMIZER = OptimizerSettings(
-    lr=1e-3,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_ratio=0.0,
-    total_steps=1,
-    clip_grad_norm=None,
-)

@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import xxhash
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -32,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from miles_core.errors import CheckpointError
+from miles_core.weights.digests import digest_file
 
 FORMAT = 2
 MANIFEST = "trainer.json"
@@ -116,7 +116,7 @@ def _written(directory: Path) -> dict[str, tuple[int, str]]:
     """Size and digest of every file of the checkpoint, each from the rank that wrote it. Collective."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     mine = [*directory.glob(f"__{rank}_*.distcp"), *([directory / ".metadata"] if rank == 0 else [])]
-    found = _gathered({path.name: (path.stat().st_size, _digest(path)) for path in mine})
+    found = _gathered({path.name: (path.stat().st_size, digest_file(path)) for path in mine})
     return {name: entry for part in found for name, entry in sorted(part.items())}
 
 
@@ -124,7 +124,7 @@ def _check_digests(directory: Path, files: Mapping[str, Any]) -> None:
     """Each rank reads its share; all raise when one finds other bytes. Collective."""
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = sorted(files)[rank::world]
-    mine = [name for name in share if _digest(directory / Path(name).name) != files[name][1]]
+    mine = [name for name in share if digest_file(directory / Path(name).name) != files[name][1]]
     damaged = [name for part in _gathered(mine) for name in part]
     if damaged:
         raise CheckpointError(
@@ -134,11 +134,6 @@ def _check_digests(directory: Path, files: Mapping[str, Any]) -> None:
             where=str(directory),
             do="restore the file, or remove this checkpoint and resume from an older one",
         )
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def _gathered(mine: Part) -> list[Part]:

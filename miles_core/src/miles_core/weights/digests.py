@@ -7,8 +7,10 @@ finds mistakes, at the speed of memory, and the parties trust one another.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import xxhash
@@ -21,6 +23,12 @@ if TYPE_CHECKING:
 
 NAMES_SHOWN = 8
 """Names listed in a message before it says how many more there are."""
+
+
+def digest_file(path: Path) -> str:
+    """xxh3-128 of a file's bytes, as 32 hexadecimal characters."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_128).hexdigest()
 
 
 def digest_tensor(tensor: Tensor) -> str:
