@@ -15,15 +15,17 @@ if TYPE_CHECKING:
 STEPS = {"schedule.steps": 6}
 
 
-def kill_after(workspace: Workspace, seconds: float, *arguments: str) -> bool:
-    """Start a run, kill it after `seconds` of training, and say whether it was still going."""
+def kill_after(workspace: Workspace, seconds: float, *arguments: str, step: int) -> bool:
+    """Start a run, kill it after `seconds` of training or once `step` is done, and say whether it was still going."""
     events = workspace.directory() / "events.jsonl"
     before = len(events.read_text().splitlines()) if events.exists() else 0
     run = workspace.start(*arguments, overrides=STEPS)
     # Imports and start-up take longer than training; most of the kills must hit the training.
     while run.is_alive() and not (events.exists() and '"placed"' in "".join(lines_after(events, before))):
         time.sleep(0.01)
-    time.sleep(seconds)
+    deadline = time.monotonic() + seconds
+    while run.is_alive() and time.monotonic() < deadline and steps_done(workspace) < step:
+        time.sleep(0.002)
     going = run.is_alive()
     run.kill()
     run.join(timeout=30)
@@ -34,11 +36,18 @@ def lines_after(events: object, skip: int) -> list[str]:
     return events.read_text().splitlines()[skip:]  # type: ignore[attr-defined, no-any-return]
 
 
+def steps_done(workspace: Workspace) -> int:
+    metrics = workspace.directory() / "metrics.jsonl"
+    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
+
+
 def check(workspace: Workspace, reference: bytes, rng: random.Random, kills: int) -> int:
     landed = 0
     started = False
     for _ in range(kills):
-        if kill_after(workspace, rng.uniform(0.0, 1.2), *(["--resume"] if started else [])):
+        # A fast machine trains all steps in a second: the first kills come half-way at the latest, whatever the clock.
+        step = rng.randint(1, STEPS["schedule.steps"] // 2) if landed == 0 else STEPS["schedule.steps"]
+        if kill_after(workspace, rng.uniform(0.0, 1.2), *(["--resume"] if started else []), step=step):
             landed += 1
         started = (workspace.directory() / "run.yaml").exists()
         if not started:
