@@ -28,9 +28,10 @@ from miles_core.contracts.versions import group_staleness
 from miles_core.data.order import PromptStream
 from miles_core.kinds.environment import EpisodeResult, SessionHandle
 from miles_core.options import BoundedBufferOptions
+from miles_core.rollout.budget import Budget
 from miles_core.rollout.buffer import BoundedBuffer
 from miles_core.rollout.episode import Episodes
-from miles_core.rollout.producer import Budget, Producer
+from miles_core.rollout.producer import Producer
 from miles_core.rollout.rewards import RewardPool
 from miles_core.rollout.scheduler import collect
 from miles_core.testing.scripted_session import ScriptedSessions, assemble_scripted

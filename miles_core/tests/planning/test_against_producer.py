@@ -20,9 +20,10 @@ from miles_core.options import BoundedBufferOptions
 from miles_core.planning.events import EngineSpeed
 from miles_core.planning.overlap import Forecast, Job, forecast
 from miles_core.planning.workload import Workload, constant, log_normal
+from miles_core.rollout.budget import Budget
 from miles_core.rollout.buffer import BoundedBuffer
 from miles_core.rollout.episode import Episodes
-from miles_core.rollout.producer import Budget, Producer
+from miles_core.rollout.producer import Producer
 from miles_core.rollout.rewards import RewardPool
 from miles_core.testing.scripted_session import ScriptedSessions, assemble_scripted
 from miles_core.testing.virtual_time import run_virtual

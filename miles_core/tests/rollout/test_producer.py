@@ -22,10 +22,11 @@ from miles_core.kinds.data_buffer import FinishedGroup
 from miles_core.kinds.environment import EpisodeResult, SessionHandle
 from miles_core.options import BoundedBufferOptions
 from miles_core.rollout import group_file
+from miles_core.rollout.budget import Budget
 from miles_core.rollout.buffer import BoundedBuffer
 from miles_core.rollout.episode import Episodes
 from miles_core.rollout.ledger import Fate
-from miles_core.rollout.producer import Budget, Producer
+from miles_core.rollout.producer import Producer
 from miles_core.rollout.rewards import RewardPool
 from miles_core.rollout.scheduler import GroupFilter, first_error
 from miles_core.testing.scripted_session import ScriptedSessions, assemble_scripted

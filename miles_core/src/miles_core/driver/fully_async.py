@@ -22,7 +22,8 @@ from miles_core.driver.recovery import attend
 from miles_core.driver.run import Run
 from miles_core.kinds.data_buffer import FinishedGroup
 from miles_core.rollout import group_file
-from miles_core.rollout.producer import Budget, Producer
+from miles_core.rollout.budget import Budget
+from miles_core.rollout.producer import Producer
 from miles_core.rollout.scheduler import Collected, first_error
 from miles_core.watch import waiting
 

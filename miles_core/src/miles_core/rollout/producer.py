@@ -16,13 +16,14 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from miles_core import watch
 from miles_core.config.spec import RolloutSpec
 from miles_core.contracts.versions import group_staleness
 from miles_core.data.order import Draw, PromptStream
 from miles_core.kinds.data_buffer import BufferContext, DataBuffer, FinishedGroup
+from miles_core.rollout.budget import Budget
 from miles_core.rollout.buffer import STALE, GuardedBuffer
 from miles_core.rollout.episode import SCORED, EpisodeKey, Episodes
 from miles_core.rollout.ledger import Fate, Ledger
@@ -30,21 +31,6 @@ from miles_core.rollout.occupancy import Occupancy
 from miles_core.rollout.scheduler import NO_TRAINABLE, GroupFilter, judge, sampling_params, too_few
 from miles_core.rollout.tally import Tally
 from miles_core.types import Group, Trajectory
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Budget:
-    """How much is in flight, how it is refilled, and what becomes of groups that are not trained."""
-
-    groups_per_step: int
-    group_size: int
-    samples: int
-    """Trajectories in flight."""
-    refill: Literal["sample", "group"] = "sample"
-    unused: Literal["drop", "retry"] = "drop"
-    max_weight_staleness: int | None = None
-    update_interval: int = 1
-    """Steps for each published version."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,21 +129,12 @@ class Producer:
                     await self._change("a free place for a group")
 
     def _has_room(self) -> bool:
-        limited = self._would_be_stale()
+        ahead = self.ledger.counts["pending"] + self.unpublished
+        limited = self._budget.would_be_stale(ahead)
         self.limited.set(float(limited))
         if self._holds or self._waiting or limited:
             return False
-        size, budget = self._budget.group_size, self._budget
-        if budget.refill == "sample":
-            return self.in_flight.level + size <= budget.samples
-        return len(self._running) < max(1, budget.samples // size)
-
-    def _would_be_stale(self) -> bool:
-        """Whether so many groups are ahead that a new one would be over the limit by the time it is trained: to wait
-        costs less than to discard. What is trained and not published yet makes it older just the same."""
-        limit, budget = self._budget.max_weight_staleness, self._budget
-        ahead = self.ledger.counts["pending"] + self.unpublished
-        return limit is not None and ahead // (budget.groups_per_step * budget.update_interval) > limit
+        return self._budget.has_place(samples=self.in_flight.level, groups=len(self._running))
 
     def _submit(self, tasks: asyncio.TaskGroup) -> None:
         order = self._again.popleft() if self._again else Order(draw=self._stream.take(1)[0])
