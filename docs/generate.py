@@ -20,13 +20,10 @@ from pydantic_core import PydanticUndefined
 from miles_core.capability import KINDS, State
 from miles_core.cli.plugin_show import REQUIRED, describe_fields, options_of
 from miles_core.config import translate
-from miles_core.config.checks import CHECKS
-from miles_core.config.checks_async import ASYNC_CHECKS
-from miles_core.config.checks_eval import EVAL_CHECKS
 from miles_core.config.files import FILE_CHECKS
 from miles_core.config.picks import SECTIONS
+from miles_core.config.resolve import CORE_CHECKS
 from miles_core.config.spec import Pick, RunSpec, Section
-from miles_core.config.true_on_policy import TRUE_ON_POLICY
 from miles_core.config.unused import UNUSED
 from miles_core.known import KNOWN
 from miles_core.registry import FUNCTION_KINDS, Entry, Registry, discover
@@ -160,7 +157,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str
 def compatibility_page() -> str:
     """docs/compatibility.md"""
     lines = [NOTE, "", COMPATIBILITY_HEAD, "## Core's keys", ""]
-    for check in (*CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *TRUE_ON_POLICY):
+    for check in sorted(CORE_CHECKS, key=lambda each: each.id):
         lines += [f"### {check.id}", "", f"{check.about} Do: {check.do}.", ""]
     lines += ["## Files", ""]
     for file_check in FILE_CHECKS:

@@ -157,6 +157,7 @@ TAGS: dict[str, str] = {
     "multi-rank": "trains on more than one rank",
     "reference-model": "keeps a frozen reference policy for KL",
     "critic": "trains a value model",
+    "reads-tables": "loads checkpoints by the tables of kind architecture",
     # transport
     "same-process": "only between objects of one process",
     "cross-process": "works between processes of one host",

@@ -28,6 +28,7 @@ from miles_core.capability import ENTRY_POINT_GROUP, KINDS, Capability, State
 from miles_core.errors import PluginError
 from miles_core.known import FIRST_PARTY, home
 from miles_core.plugin_loader import Outcome, load_plugin, new_manager
+from miles_core.user_function import function_target
 
 DISABLE_VARIABLE = "MILES_DISABLE_PLUGINS"
 CORE = "miles-core"
@@ -105,12 +106,14 @@ class Registry:
         found = [entry for entry in self.capabilities if (entry.kind, entry.name) == (kind, name)]
         if not found:
             raise self._unknown(kind, name)
-        entry = next((each for each in found if each.state is State.OK), found[0])
+        # A table of ours gives way to those of plugins: where these conflict, their conflict is the reason.
+        entry = min(found, key=lambda each: (each.state is not State.OK, each.state is State.DISABLED))
         if entry.state is not State.OK:
+            alike = [each.owner for each in found if each.state is entry.state]
             raise PluginError(
-                f"{kind} `{name}` cannot be used: {entry.reason}",
+                f"{kind} `{name}` of {' and '.join(alike)} cannot be used: {entry.reason}",
                 found=str(entry.state),
-                where=" and ".join(each.owner for each in found),
+                where=" and ".join(alike),
                 do=entry.do,
             )
         return entry
@@ -327,31 +330,6 @@ def _conflict(entry: Entry, entries: Sequence[Entry]) -> Entry:
 def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"did you mean `{close[0]}`?" if close else None
-
-
-def function_target(what: str, use: str, base: Path | None = None) -> str:
-    """What `load_target` takes for a function named in a run-file: ``module:attr``, or ``file.py:fn`` made absolute.
-
-    Args:
-        what: What the function is for, in errors.
-        base: Where relative paths start; None is the working directory.
-
-    Raises:
-        PluginError: it is neither, or the file does not exist.
-    """
-    place, _, attribute = use.rpartition(":")
-    if not attribute.isidentifier() or not place:
-        raise PluginError(f"`{use}` is neither module:function nor file.py:function")
-    if place.endswith(".py"):
-        path = ((base or Path.cwd()) / place).resolve()
-        if not path.is_file():
-            raise PluginError(
-                f"the file of {what} `{use}` does not exist",
-                found=str(path),
-                do="relative paths start where you start miles",
-            )
-        place = str(path)
-    return f"{place}:{attribute}"
 
 
 def _user_function(kind: str, use: str, base: Path) -> Entry:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from miles_core.capability import KINDS, Capability, Rule
 from miles_core.config import translate, yaml12
-from miles_core.config.checks_async import uncorrected
 from miles_core.config.load import parse
 from miles_core.config.picks import SECTIONS
 from miles_core.config.problems import Problem, RunFileError, render_json, render_text
@@ -22,23 +21,7 @@ from miles_core.config.resolve import ResolvedRun, check_run, resolve
 from miles_core.config.spec import RunSpec, dump
 from miles_core.registry import Entry, Registry
 
-BASE = """\
-name: run
-model: model
-data: train.jsonl
-rewards: [score.py:score]
-rollout: {sampling: {max_tokens: 16}}
-schedule: {steps: 3, group_size: 4}
-"""
-
-
-def problems(registry: Registry, *overrides: str, text: str = BASE) -> list[Problem]:
-    return check_run(parse(text, overrides), registry)[1]
-
-
-def only(registry: Registry, *overrides: str, text: str = BASE) -> Problem:
-    (problem,) = problems(registry, *overrides, text=text)
-    return problem
+from .runs import BASE, only, problems
 
 
 def test_a_sound_run_resolves_with_every_default(workplace: Path, registry: Registry) -> None:
@@ -130,12 +113,6 @@ def test_a_rule_that_reads_a_broken_key_stays_silent(workplace: Path, registry: 
     assert problem.path == "backend"
 
 
-def test_an_external_evaluation_names_a_function_that_its_file_has(workplace: Path, registry: Registry) -> None:
-    (workplace / "scores.py").write_text("def score(job): ...\n")
-    external = ("data.eval=heldout.jsonl", "eval={every_steps: 1, on: external, function: 'scores.py:nosuch'}")
-    assert "does not say `nosuch`" in only(registry, *external).message
-
-
 def test_options_are_checked_without_guessing(workplace: Path, registry: Registry) -> None:
     assert only(registry, "loss.low='0.1'").message == "must be a number"
     assert only(registry, "loss.low=true").message == "must be a number"
@@ -179,142 +156,6 @@ def test_validation_is_total_on_nonsense(registry: Registry, text: str) -> None:
     run, found = check_run(parse(text), registry)
     assert run is None
     assert found
-
-
-# --- checks between core's keys ---------------------------------------------------------------------------------------
-
-FULLY_ASYNC = ["schedule.mode=fully-async", "placement.mode=separate"]
-SOUND_BUT_FOR = {
-    "MIL101": ["eval.every_steps=1"],
-    "MIL102": ["data=null"],
-    "MIL103": ["rewards=[]"],
-    "MIL104": ["tracking.trackers=[{use: log}, log]"],
-    "MIL201": ["schedule.minibatches=9"],
-    "MIL202": ["rollout.sampling.temperature=0"],
-    "MIL203": ["data.eval=heldout.jsonl", "eval={every_steps: 1, samples_per_prompt: 2}"],
-    "MIL204": ["schedule.mode=one-step-off"],
-    "MIL205": [*FULLY_ASYNC, "schedule.on_weight_update=abort"],
-    "MIL206": [*FULLY_ASYNC, "schedule.group_size=4", "schedule.max_concurrent_samples=3"],
-    "MIL207": ["schedule.buffer={use: bounded, capacity_factor: 3}"],
-    "MIL208": ["schedule.on_weight_update=in-place"],
-    "MIL301": ["objective={kl_coef: 0.1, kl_estimator: k1}"],
-    "MIL302": ["objective={kl_coef: 0.1, kl_in: reward}"],
-    "MIL303": ["objective={kl_coef: 0.1}", "backend=plain"],
-    "MIL401": ["optimizer.warmup_steps=4"],
-    "MIL501": ["placement={trainer_ranks: 2, mode: separate}", "executor=spread", "transport=ring", "backend=plain"],
-    "MIL502": ["check_weight_update_equal=true", "engine=mute", "weights.verify=off"],
-    "MIL503": ["rollout.routes=replay"],
-    "MIL504": ["model=moe", "rollout.routes=record", "engine=mute", "weights.verify=off"],
-    "MIL505": ["model=moe", "rollout.routes=replay", "backend=plain"],
-    "MIL506": ["engine=mute"],
-    "MIL507": ["model.context_length=40", "rollout.sampling.max_tokens=8"],
-    "MIL601": ["rollout.sampling.max_tokens=1024"],
-    "MIL602": ["data.eval=heldout.jsonl", "eval={every_steps: 1, sampling: {max_tokens: 1024}}"],
-    "MIL603": ["model.context_length=1025"],
-    "MIL701": ["model=model/config.json"],
-    "MIL703": ["data.train=absent.jsonl"],
-    "MIL704": ["data.eval=./train.jsonl", "eval.every_steps=1"],
-    "MIL801": ["precision.true_on_policy=true"],
-    "MIL802": ["precision.true_on_policy=true", "model=exact", "backend=plain"],
-    "MIL803": ["precision.true_on_policy=true", "model=exact", "objective.old_logprobs=rollout"],
-    "MIL804": [
-        "precision.true_on_policy=true", "model=exact", "engine=steady", "schedule.on_weight_update=in-place",
-    ],
-    "MIL805": [
-        *FULLY_ASYNC, "precision.true_on_policy=true", "model=exact", "schedule.update_weights_interval=2",
-    ],
-    "MIL210": ["data.eval=heldout.jsonl", "eval={every_steps: 1, on: dedicated, engines: 1}"],
-    "MIL211": ["data.eval=heldout.jsonl", "placement.mode=separate", "eval={every_steps: 1, on: dedicated}"],
-    "MIL212": ["data.eval=heldout.jsonl", "eval={every_steps: 1, on: external, function: 'no_such_file.py:score'}"],
-    "MIL910": ["data.eval=heldout.jsonl", "eval={every_steps: 1, engines: 1}"],
-    "MIL911": ["data.eval=heldout.jsonl", "eval={every_steps: 1, function: 'json:loads'}"],
-    "MIL912": ["data.eval=heldout.jsonl", "eval={every_steps: 1, overflow: skip}"],
-    "MIL901": ["environment=gym"],
-    "MIL902": ["eval.prompts=3"],
-    "MIL903": ["environment=gym", "data=null", "rewards=[]", "rollout.reward_workers=3"],
-    "MIL904": ["objective.kl_in=reward"],
-    "MIL905": ["objective.fixed_length_tokens=9"],
-    "MIL906": ["optimizer.min_lr_ratio=0.1"],
-    "MIL907": ["schedule.max_weight_staleness=1"],
-    "MIL908": ["schedule.update_weights_interval=2"],
-    "MIL909": [*FULLY_ASYNC, "rollout.max_concurrent=3"],
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("id", SOUND_BUT_FOR)
-def test_each_check_finds_its_fault_alone(workplace: Path, registry: Registry, id: str) -> None:
-    problem = only(registry, *SOUND_BUT_FOR[id])
-    assert problem.rule == id
-    assert problem.message
-    assert problem.do
-
-
-def test_every_check_is_tried_above() -> None:
-    from miles_core.config.checks import CHECKS
-    from miles_core.config.checks_async import ASYNC_CHECKS
-    from miles_core.config.checks_eval import EVAL_CHECKS
-    from miles_core.config.files import FILE_CHECKS
-    from miles_core.config.true_on_policy import TRUE_ON_POLICY
-    from miles_core.config.unused import UNUSED
-
-    tried = {*SOUND_BUT_FOR, "MIL702"}
-    assert {
-        check.id for check in (*CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *TRUE_ON_POLICY, *UNUSED, *FILE_CHECKS)
-    } == tried
-
-
-@pytest.mark.parametrize(
-    ("settings", "warned"),
-    [
-        ([], False),
-        (FULLY_ASYNC, True),
-        (["schedule.mode=one-step-off", "placement.mode=separate"], True),
-        ([*FULLY_ASYNC, "corrections=[tis]"], False),
-        ([*FULLY_ASYNC, "objective.old_logprobs=rollout"], False),
-    ],
-)
-def test_a_run_that_neither_corrects_nor_measures_is_told_what_to_watch(
-    workplace: Path, registry: Registry, settings: list[str], warned: bool
-) -> None:
-    run, found = check_run(parse(BASE, settings), registry)
-    assert found == []
-    assert run is not None
-    warning = uncorrected(run.spec)
-    assert (warning is not None) == warned
-    assert warning is None or "contract/logprobs/kl_k3" in warning
-
-
-@pytest.mark.parametrize("gone", ["tokenizer.json", "chat_template.jinja", "model.safetensors", "config.json"])
-def test_a_model_folder_without_an_essential_file_is_refused(workplace: Path, registry: Registry, gone: str) -> None:
-    (workplace / "model" / gone).unlink()
-    problem = only(registry)
-    assert problem.rule in ("MIL701", "MIL702")
-    assert problem.path == "model.path"
-
-
-def test_empty_and_unknown_data_is_refused(workplace: Path, registry: Registry) -> None:
-    (workplace / "train.jsonl").write_text("")
-    assert "is empty" in only(registry).message
-    (workplace / "rows.csv").write_text("a,b")
-    assert ".csv" in only(registry, "data=rows.csv").message
-    (workplace / "folder").mkdir()
-    assert "empty folder" in only(registry, "data=folder").message
-
-
-@pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/model", "a\0b"])
-def test_a_name_the_file_system_refuses_is_a_problem(workplace: Path, registry: Registry, name: str) -> None:
-    assert only(registry, f"model={yaml12.dump(name)}").path == "model.path"
-    assert only(registry, f"data={yaml12.dump(name + '.jsonl')}").path == "data.train"
-    assert only(registry, f"rewards=[{yaml12.dump(name + '.py:f').strip()}]").path == "rewards.0"
-
-
-def test_an_empty_path_is_not_taken_for_the_current_folder(workplace: Path, registry: Registry) -> None:
-    assert only(registry, "model=''").message == "must have at least 1 character"
-
-
-def test_the_checkpoints_own_limit_counts_where_the_run_file_gives_none(workplace: Path, registry: Registry) -> None:
-    assert problems(registry, "rollout.sampling.max_tokens=1023") == []
-    assert only(registry, "rollout.sampling.max_tokens=1023", "model.context_length=100").rule == "MIL601"
 
 
 # --- code that is not ours --------------------------------------------------------------------------------------------

@@ -12,9 +12,6 @@ from pydantic import BaseModel
 from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from miles_core.config.spec import RunSpec
 
-PROBE_TOKENS = 52
-"""Prompt and output of one probe; `weights.proof` makes them."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
@@ -86,14 +83,6 @@ def _plain(value: Any) -> Any:
 # --- combinations -----------------------------------------------------------------------------------------------------
 
 
-def _eval_without_data(s: Setup) -> str | None:
-    absent = s.spec.data is None or s.spec.data.eval is None
-    wanted = s.spec.eval.every_steps is not None
-    if wanted and absent and not s.provides("environment", "provides-prompts"):
-        return "evaluation needs held-out prompts: `data.eval` is absent and the environment brings none"
-    return None
-
-
 def _no_prompts(s: Setup) -> str | None:
     if s.spec.data is None and not s.provides("environment", "provides-prompts"):
         return f"the environment `{s.spec.environment.use}` brings no prompts, and there is no `data`"
@@ -123,12 +112,6 @@ def _minibatches(s: Setup) -> str | None:
 def _greedy_groups(s: Setup) -> str | None:
     if s.spec.rollout.sampling.temperature == 0 and s.spec.schedule.group_size > 1:
         return "at temperature 0 the trajectories of a group are all alike, so there is nothing to learn from"
-    return None
-
-
-def _greedy_eval(s: Setup) -> str | None:
-    if s.spec.eval.sampling.temperature == 0 and s.spec.eval.samples_per_prompt > 1:
-        return "evaluation at temperature 0 would sample one and the same answer several times"
     return None
 
 
@@ -178,67 +161,7 @@ def _proves(s: Setup) -> str | None:
     return None
 
 
-def _probe_room(s: Setup) -> str | None:
-    context = _context(s)
-    if s.spec.weights.probes and context is not None and context < PROBE_TOKENS:
-        return f"a probe takes {PROBE_TOKENS} tokens of a context of {context}"
-    return None
-
-
-def _context(s: Setup) -> int | None:
-    """Tokens of prompt and output at most, as far as known."""
-    return s.spec.model.context_length or (s.model.context_length if s.model else None)
-
-
-def _room(s: Setup) -> str | None:
-    context, longest = _context(s), s.spec.rollout.sampling.max_tokens
-    if context is not None and longest >= context:
-        return f"{longest} sampled tokens leave no room for a prompt in a context of {context}"
-    return None
-
-
-def _eval_room(s: Setup) -> str | None:
-    context, longest = _context(s), s.spec.eval.sampling.max_tokens
-    if s.spec.eval.every_steps is not None and context is not None and longest >= context:
-        return f"{longest} sampled tokens leave no room for a prompt in a context of {context}"
-    return None
-
-
-def _context_limit(s: Setup) -> str | None:
-    wanted, limit = s.spec.model.context_length, s.model.context_length if s.model else None
-    if wanted is not None and limit is not None and wanted > limit:
-        return f"the checkpoint was made for at most {limit} tokens"
-    return None
-
-
-def _routes_of_dense(s: Setup) -> str | None:
-    if s.spec.rollout.routes != "off" and s.model is not None and s.model.experts is None:
-        return f"{s.model.architecture} is dense: it has no experts to record or replay"
-    return None
-
-
-def _routes_recorded(s: Setup) -> str | None:
-    if s.spec.rollout.routes != "off" and not s.provides("engine", "records-routes"):
-        return f"the engine `{s.spec.engine.use}` does not record experts"
-    return None
-
-
-def _routes_replayed(s: Setup) -> str | None:
-    if s.spec.rollout.routes != "off" and not s.provides("backend", "replays-routes"):
-        return f"the backend `{s.spec.backend.use}` can neither compare nor replay experts"
-    return None
-
-
 CHECKS: tuple[Check, ...] = (
-    Check(
-        id="MIL101",
-        about="Evaluation needs held-out prompts.",
-        path="eval.every_steps",
-        find=_eval_without_data,
-        do="set data.eval, or eval.every_steps: null",
-        reads=("data", "eval.every_steps"),
-        kinds=("environment",),
-    ),
     Check(
         id="MIL102",
         about="A run needs prompts, from `data` or from the environment.",
@@ -278,14 +201,6 @@ CHECKS: tuple[Check, ...] = (
         find=_greedy_groups,
         do="set rollout.sampling.temperature above 0",
         reads=("schedule.group_size",),
-    ),
-    Check(
-        id="MIL203",
-        about="Greedy evaluation samples each prompt once.",
-        path="eval.samples_per_prompt",
-        find=_greedy_eval,
-        do="set eval.samples_per_prompt: 1, or eval.sampling.temperature above 0",
-        reads=("eval.sampling.temperature",),
     ),
     Check(
         id="MIL301",
@@ -336,67 +251,12 @@ CHECKS: tuple[Check, ...] = (
         kinds=("engine",),
     ),
     Check(
-        id="MIL503",
-        about="Routes belong to models with experts.",
-        path="rollout.routes",
-        find=_routes_of_dense,
-        do="set rollout.routes: off",
-        reads=("model",),
-    ),
-    Check(
-        id="MIL504",
-        about="Routes need an engine that records them.",
-        path="rollout.routes",
-        find=_routes_recorded,
-        do="set rollout.routes: off, or pick an engine that provides `records-routes`",
-        kinds=("engine",),
-    ),
-    Check(
-        id="MIL505",
-        about="Routes need a backend that compares and replays them.",
-        path="rollout.routes",
-        find=_routes_replayed,
-        do="set rollout.routes: off, or pick a backend that provides `replays-routes`",
-        kinds=("backend",),
-    ),
-    Check(
         id="MIL506",
         about="Proving what an engine serves needs an engine that reports it.",
         path="weights.verify",
         find=_proves,
         do="set weights.verify: off, or pick an engine that provides `verifies-weights`",
         kinds=("engine",),
-    ),
-    Check(
-        id="MIL507",
-        about="Probes fit into the context.",
-        path="weights.probes",
-        find=_probe_room,
-        do="set weights.probes: 0, or raise model.context_length",
-        reads=("model",),
-    ),
-    Check(
-        id="MIL601",
-        about="The context holds a prompt besides the sampled tokens.",
-        path="rollout.sampling.max_tokens",
-        find=_room,
-        do="lower it, or raise model.context_length",
-        reads=("model",),
-    ),
-    Check(
-        id="MIL602",
-        about="The same for evaluation.",
-        path="eval.sampling.max_tokens",
-        find=_eval_room,
-        do="lower it, or raise model.context_length",
-        reads=("model", "eval.every_steps"),
-    ),
-    Check(
-        id="MIL603",
-        about="The context is within the checkpoint's own limit.",
-        path="model.context_length",
-        find=_context_limit,
-        do="set it to the checkpoint's limit at most, or to null for exactly that",
     ),
 )
 

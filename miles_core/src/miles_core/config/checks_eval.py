@@ -1,12 +1,32 @@
-"""What must hold between core's keys when evaluation runs beside training."""
+"""What must hold between core's keys for evaluation, within training or beside it."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from miles_core.config.checks import Check, Setup
+from miles_core.config.checks_model import context_of
 from miles_core.errors import PluginError
-from miles_core.registry import function_target
+from miles_core.user_function import function_target
+
+
+def _eval_without_data(s: Setup) -> str | None:
+    absent = s.spec.data is None or s.spec.data.eval is None
+    wanted = s.spec.eval.every_steps is not None
+    if wanted and absent and not s.provides("environment", "provides-prompts"):
+        return "evaluation needs held-out prompts: `data.eval` is absent and the environment brings none"
+    return None
+
+
+def _greedy_eval(s: Setup) -> str | None:
+    if s.spec.eval.sampling.temperature == 0 and s.spec.eval.samples_per_prompt > 1:
+        return "evaluation at temperature 0 would sample one and the same answer several times"
+    return None
+
+
+def _eval_room(s: Setup) -> str | None:
+    context, longest = context_of(s), s.spec.eval.sampling.max_tokens
+    if s.spec.eval.every_steps is not None and context is not None and longest >= context:
+        return f"{longest} sampled tokens leave no room for a prompt in a context of {context}"
+    return None
 
 
 def _dedicated_colocated(s: Setup) -> str | None:
@@ -27,15 +47,30 @@ def _external_function(s: Setup) -> str | None:
     if s.spec.eval.function is None:
         return "an external evaluation needs a function that evaluates"
     try:
-        place, _, attribute = function_target("evaluation", s.spec.eval.function).rpartition(":")
+        function_target("evaluation", s.spec.eval.function)
     except PluginError as error:
         return f"{error.message}: {error.found}" if error.found else error.message
-    if place.endswith(".py") and attribute not in Path(place).read_text(encoding="utf-8", errors="replace"):
-        return f"{place} does not say `{attribute}` anywhere"
     return None
 
 
 EVAL_CHECKS: tuple[Check, ...] = (
+    Check(
+        id="MIL101",
+        about="Evaluation needs held-out prompts.",
+        path="eval.every_steps",
+        find=_eval_without_data,
+        do="set data.eval, or eval.every_steps: null",
+        reads=("data", "eval.every_steps"),
+        kinds=("environment",),
+    ),
+    Check(
+        id="MIL203",
+        about="Greedy evaluation samples each prompt once.",
+        path="eval.samples_per_prompt",
+        find=_greedy_eval,
+        do="set eval.samples_per_prompt: 1, or eval.sampling.temperature above 0",
+        reads=("eval.sampling.temperature",),
+    ),
     Check(
         id="MIL210",
         about="A dedicated fleet has devices of its own.",
@@ -59,5 +94,13 @@ EVAL_CHECKS: tuple[Check, ...] = (
         find=_external_function,
         do="set eval.function: module:fn, or file.py:fn; relative paths start where you start miles",
         reads=("eval.on",),
+    ),
+    Check(
+        id="MIL602",
+        about="The same for evaluation.",
+        path="eval.sampling.max_tokens",
+        find=_eval_room,
+        do="lower it, or raise model.context_length",
+        reads=("model", "eval.every_steps"),
     ),
 )

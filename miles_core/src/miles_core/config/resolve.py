@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from miles_core.capability import KINDS, Capability, Rule, State
+from miles_core.capability import KINDS, Capability, Rule, State, architecture_name
 from miles_core.config import checks, translate
 from miles_core.config.checks_async import ASYNC_CHECKS
 from miles_core.config.checks_eval import EVAL_CHECKS
+from miles_core.config.checks_model import MODEL_CHECKS
 from miles_core.config.files import absolute, check_files
 from miles_core.config.load import KeyPath, Source, dotted
 from miles_core.config.picks import SECTIONS, default_pick, kind_at
@@ -26,6 +27,8 @@ from miles_core.errors import PluginError
 from miles_core.registry import Entry, Registry, load_target
 from miles_core.rules import Facts, Violation, evaluate, parse
 
+CORE_CHECKS = (*checks.CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *MODEL_CHECKS, *TRUE_ON_POLICY)
+"""What must hold between core's own keys."""
 DEFAULT_TRACKER = "tensorboard"
 
 
@@ -368,11 +371,25 @@ def _apply_checks(work: _Work, spec: RunSpec, *, files: bool) -> None:
     setup = checks.Setup(spec=spec, tags=_tags(work), model=None)
     if files and not _is_broken(work, "model.path"):
         setup = setup.with_model(absolute(spec.model.path))
-    core_checks = (*checks.CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *TRUE_ON_POLICY)
-    findings = [*checks.run_checks(setup, core_checks), *check_unused(setup), *(check_files(spec) if files else ())]
+        _check_table(work, setup)
+    findings = [*checks.run_checks(setup, CORE_CHECKS), *check_unused(setup), *(check_files(spec) if files else ())]
     for finding in findings:
         if any(_is_broken(work, path) for path in finding.reads) or work.unresolved & finding.kinds:
             continue
         path: KeyPath = tuple(finding.path.split("."))
         value = translate.show(checks.value_at(spec, finding.path)) if finding.show else None
         work.report(path, finding.message, value=value, rule=finding.id, do=finding.do)
+
+
+def _check_table(work: _Work, setup: checks.Setup) -> None:
+    """The checkpoint picks a table by its class; one that plugins bring and that cannot be used is no reason to fall
+    back on another without a word."""
+    if setup.model is None or not setup.provides("backend", "reads-tables"):
+        return
+    name = architecture_name(setup.model.architecture)
+    if not any(entry.name == name for entry in work.registry.entries("architecture")):
+        return
+    try:
+        work.registry.get("architecture", name)
+    except PluginError as error:
+        work.report(("model", "path"), _sentence(error), value=translate.show(setup.spec.model.path), do=error.do)

@@ -28,7 +28,7 @@ from miles_core.kinds.environment import Environment
 from miles_core.kinds.executor import Executor, Trainer
 from miles_core.kinds.tito_family import TitoFamily
 from miles_core.kinds.transport import Transport
-from miles_core.registry import Registry, function_target, load_target
+from miles_core.registry import Registry, load_target
 from miles_core.rollout.alarm import ConstantRewardAlarm
 from miles_core.rollout.episode import Episodes
 from miles_core.rollout.first_failures import FirstFailures
@@ -42,6 +42,7 @@ from miles_core.session.pool import EnginePool
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
+from miles_core.user_function import function_target
 from miles_core.watch import waiting
 from miles_core.weights.fleet import Fleet
 from miles_core.weights.lifecycle import UpdateSettings
