@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 import miles_megatron.start  # noqa: F401
 from miles_core.capability import Capability, State, architecture_name
 from miles_core.config.load import parse
+from miles_core.config.problems import RunFileError
 from miles_core.config.resolve import resolve
 from miles_core.driver.settings import trainer_spec
 from miles_core.errors import ConfigError
@@ -85,11 +86,21 @@ def test_the_backend_starts_with_the_table_that_the_checkpoint_picks(run_file: s
     host.run("close")
 
 
-@pytest.mark.parametrize(
-    "entries", [(), (replace(OFFERED, state=State.DISABLED),), (replace(OFFERED, state=State.CONFLICT),)]
-)
-def test_without_a_usable_table_the_backend_says_how_to_write_one(run_file: str, entries: tuple[Entry, ...]) -> None:
-    spec = spec_of(run_file, *entries)
+def test_without_a_table_the_backend_says_how_to_write_one(run_file: str) -> None:
+    spec = spec_of(run_file)
     assert spec.architecture is None
     with pytest.raises(ConfigError, match="no table maps"):
         RankHost(spec, rank=0, device="cpu")
+
+
+def test_a_table_that_cannot_be_used_is_no_reason_to_take_another(run_file: str) -> None:
+    conflict = replace(OFFERED, state=State.CONFLICT, do="MILES_DISABLE_PLUGINS=zeta-miles keeps the one of acme-miles")
+    ours = replace(OFFERED, distribution="miles-megatron", state=State.DISABLED, reason="that of acme goes before it")
+    given = (replace(conflict, reason="also claimed by zeta-miles"), ours, replace(conflict, distribution="zeta-miles"))
+    with pytest.raises(RunFileError) as caught:
+        spec_of(run_file, *given)
+    (problem,) = caught.value.problems
+    assert problem.path == "model.path"
+    assert "of acme-miles 1 and zeta-miles 1 cannot be used: also claimed by zeta-miles" in problem.message
+    assert problem.do == "MILES_DISABLE_PLUGINS=zeta-miles keeps the one of acme-miles"
+    assert spec_of(run_file.replace("megatron", "fsdp"), *given).architecture is None

@@ -84,3 +84,22 @@ def test_layouts_are_held_against_the_model(
     (tmp_path / "config.json").write_text(json.dumps(config))
     expected = [("megatron-divides-the-model", found)] if found else []
     assert fired(ranks, tmp_path, **options) == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"num_experts_per_tok": 1, "norm_topk_prob": True}, "norm_topk_prob: true of one expert per token"),
+        ({"num_experts_per_tok": 1, "norm_topk_prob": False}, None),
+        ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type: longrope"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type: longrope"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, None),
+    ],
+)
+def test_what_megatron_computes_otherwise_is_refused(
+    tmp_path: Path, changes: dict[str, Any], found: str | None
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    fires = fired(1, tmp_path)
+    assert [rule for rule, _ in fires] == (["megatron-computes-the-model"] if found else [])
+    assert all(found in text for _, text in fires if found)

@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from miles_megatron.tables import ModelShape
 
 
+ROTATIONS = ("default", "linear", "dynamic", "yarn", "llama3")
+"""One table for every length up to the model's limit. That of longrope changes with the longest sequence at hand."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cuts:
     """The numbers of a model that a layout must divide; 0 where it has none or nobody says."""
@@ -59,6 +63,19 @@ def cuts_in(config: Mapping[str, Any]) -> Cuts:
         experts=None if not experts and any("expert" in name for name in config) else experts,
         expert_width=number("moe_intermediate_size"),
     )
+
+
+def uncomputed(config: Mapping[str, Any]) -> Iterator[str]:
+    """What config.json asks for and Megatron would compute otherwise, each as a sentence.
+
+    The rotation is looked up under the names of older files, too.
+    """
+    if config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob"):
+        yield "norm_topk_prob: true of one expert per token, whose weight Megatron would not make 1"
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind not in ROTATIONS:
+        yield f"rope_type: {kind}, where it knows {', '.join(ROTATIONS)}"
 
 
 def check_fits(shape: ModelShape, options: MegatronOptions) -> None:

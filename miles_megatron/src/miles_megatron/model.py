@@ -23,6 +23,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from miles_core.errors import ConfigError
 from miles_megatron.exchange import gather_scored
+from miles_megatron.fits import ROTATIONS
 from miles_megatron.groups import Layout
 from miles_megatron.modules import Experts, Norm, PackedAttention, Rotation, SameEverywhere
 from miles_megatron.options import MegatronOptions
@@ -30,9 +31,6 @@ from miles_megatron.packed import Packed
 from miles_megatron.replay import Layer, Replay, replay_of
 from miles_megatron.scoring import score_hidden
 from miles_megatron.tables import ModelShape
-
-ROTATIONS = ("default", "linear", "dynamic", "yarn", "llama3")
-"""One table for every length up to the model's limit. That of longrope changes with the longest sequence at hand."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,12 @@ _RULES = (
         instead="sizes that divide those of the model",
     ),
     Rule(
+        id="megatron-computes-the-model",
+        check="miles_megatron.rules:computes_the_model",
+        because="log-probs would silently be those of another model",
+        instead="backend: fsdp",
+    ),
+    Rule(
         id="megatron-virtual-pipeline",
         check="miles_megatron.rules:virtual_needs_pipeline",
         because="interleaving cuts the bubble between stages, and one stage has none",
@@ -60,7 +66,7 @@ def miles_backends() -> Iterable[Capability]:
             load="miles_megatron.backend:MegatronBackend",
             options="miles_megatron.options:MegatronOptions",
             memory="miles_megatron.memory:plan",
-            provides=frozenset({"multi-rank", "reference-model", "replays-routes"}),
+            provides=frozenset({"multi-rank", "reference-model", "replays-routes", "reads-tables"}),
             rules=_RULES,
         )
     ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from miles_core.config.files import absolute
 from miles_core.config.model_folder import ModelFolderError, read_config
 from miles_core.rules import Facts, Finding
-from miles_megatron.fits import cuts_in, misfits
+from miles_megatron.fits import cuts_in, misfits, uncomputed
 from miles_megatron.options import MegatronOptions
 
 
@@ -57,14 +58,26 @@ def divides_the_model(facts: Facts) -> Iterable[Finding]:
     """Heads, widths, layers and experts divide. Silent about a config.json that cannot be read: others report it."""
     values = {name: facts.values.get(f"backend.{name}") for name in MegatronOptions.model_fields}
     options = MegatronOptions.model_validate({name: value for name, value in values.items() if value is not None})
-    try:
-        config = read_config(absolute(str(facts.values.get("model.path"))))
-    except (ModelFolderError, OSError):
+    config = _config(facts)
+    if config is None:
         return
     reported = {each.path for rule in (virtual_needs_pipeline, experts_need_sequence) for each in rule(facts)}
     for path, found in misfits(cuts_in(config), options):
         if path not in reported:
             yield Finding(path=path, found=found)
+
+
+def computes_the_model(facts: Facts) -> Iterable[Finding]:
+    """Nothing that Megatron would compute otherwise than the checkpoint's own code, as far as config.json tells."""
+    for found in uncomputed(_config(facts) or {}):
+        yield Finding(path="model.path", found=found)
+
+
+def _config(facts: Facts) -> Mapping[str, Any] | None:
+    try:
+        return read_config(absolute(str(facts.values.get("model.path"))))
+    except (ModelFolderError, OSError):
+        return None
 
 
 def _number(facts: Facts, path: str) -> int:

@@ -132,6 +132,7 @@ def head_dim(config: Mapping[str, Any]) -> int:
 
 def softmax_router(config: Mapping[str, Any]) -> dict[str, Any]:
     """Softmax over all experts, top-k of it, renormalised or not."""
+    _require_several(config)
     return {
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
         "moe_router_score_function": "softmax",
@@ -143,6 +144,7 @@ def softmax_router(config: Mapping[str, Any]) -> dict[str, Any]:
 def sigmoid_router(config: Mapping[str, Any]) -> dict[str, Any]:
     """DeepSeek-V3's router: sigmoid scores in float32, a bias that only chooses, groups, a factor."""
     require(bool(config.get("norm_topk_prob", True)), "norm_topk_prob: true", False, "norm_topk_prob")
+    _require_several(config)
     groups = config.get("n_group") or 1
     return {
         "moe_ffn_hidden_size": config["moe_intermediate_size"],
@@ -153,6 +155,12 @@ def sigmoid_router(config: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_dtype": "fp32",
         **({"moe_router_num_groups": groups, "moe_router_group_topk": config["topk_group"]} if groups > 1 else {}),
     }
+
+
+def _require_several(config: Mapping[str, Any]) -> None:
+    """Megatron renormalises the weights of several experts only; that of a single one stays what its router says."""
+    alone = config["num_experts_per_tok"] == 1 and config.get("norm_topk_prob", True)
+    require(not alone, "several experts per token, or norm_topk_prob: false", 1, "num_experts_per_tok")
 
 
 def require(holds: bool, expected: str, found: object, where: str) -> None:
