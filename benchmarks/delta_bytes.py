@@ -1,10 +1,10 @@
 """How much of a model changes in real RL steps, and what disk-delta publishes for it, at several learning rates.
 
-    python benchmarks/delta_bytes.py MODEL_DIR [--steps 4] [--lr 1e-6 3e-6 1e-5] [--tokens 48]
+    python benchmarks/delta_bytes.py MODEL_DIR [--steps 5] [--lr 1e-6 3e-6 1e-5] [--encoding xor overwrite]
 
-Runs the quickstart's task with each learning rate and reads density and bytes from the run's own timings. The backend
-keeps float32 masters and exports the checkpoint's bfloat16; the first steps of Adam move every weight by about the
-learning rate, whatever the gradient's size, so they are the densest a run sees.
+Runs the quickstart with each learning rate, held constant and without warm-up, and reads density and bytes from the
+run's own timings. The backend keeps float32 masters and exports the checkpoint's bfloat16; the first steps of Adam move
+every weight by about the learning rate, whatever the gradient's size, so they are the densest a run sees.
 """
 
 from __future__ import annotations
@@ -37,11 +37,10 @@ def run(model: Path, lr: float, encoding: str, arguments: argparse.Namespace, wo
         "model.path": str(model),
         "optimizer.lr": lr,
         "optimizer.warmup_steps": 0,
+        "optimizer.schedule": "constant",
+        "optimizer.min_lr_ratio": 0.0,
         "transport": transport,
         "schedule.steps": arguments.steps,
-        "schedule.groups_per_step": 2,
-        "schedule.group_size": 4,
-        "rollout.sampling.max_tokens": arguments.tokens,
         "eval": {"every_steps": None},
         "checkpoint.export_hf": False,
         "tracking.dir": str(work),
@@ -60,8 +59,7 @@ def run(model: Path, lr: float, encoding: str, arguments: argparse.Namespace, wo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", type=Path)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--lr", type=float, nargs="+", default=[1e-6, 3e-6, 1e-5])
     parser.add_argument("--encoding", nargs="+", default=["xor", "overwrite"])
     arguments = parser.parse_args()

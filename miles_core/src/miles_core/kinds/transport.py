@@ -77,7 +77,8 @@ class FolderReceiver(Receiver, Protocol):
     (tag `reads-disk`)."""
 
     def materialise(self, version: int) -> Path:
-        """The complete folder of `version` on this host; it stays as it is until the version after the next one.
+        """The complete folder of `version` on this host; it stays as it is until the version after the next one is
+        received.
 
         Raises:
             TransportError: the version cannot be built from what is published; nothing half-built is returned.

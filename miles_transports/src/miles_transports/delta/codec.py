@@ -2,7 +2,7 @@
 
     xor        old XOR new, as long as the tensor; unchanged bytes are zeros, which compress to almost nothing.
                Applying it twice gives the old bytes again, so the result must be checked against its checksum.
-    overwrite  u32 count, u32 positions[count] in elements, then the new elements; little-endian. Idempotent.
+    overwrite  u32 count, u32 positions[count] in elements, ascending, then the new elements; little-endian. Idempotent.
     full       the new bytes themselves; needs no base.
 
 Every payload is a row of zstd frames (level 1), one for each `PIECE_BYTES`: a piece is compared, compressed and hashed
@@ -156,7 +156,7 @@ def apply_pieces(old: Pieces, size: int, payload: bytes, encoding: Encoding, ele
     if encoding == "overwrite":
         limit = 4 + size // element_bytes * (4 + element_bytes)
         raw = b"".join(piece.tobytes() for _, piece in _frames(payload, limit))
-        yield from cut(_overwritten(_joined(old, size), raw, element_bytes))
+        yield from _overwritten(old, *_elements(raw, size // element_bytes, element_bytes))
     elif encoding == "full":
         yield from unpacked(payload, size)
     else:
@@ -206,18 +206,30 @@ def _frames(payload: bytes, limit: int) -> Pieces:
         raise _damaged(str(error)) from error
 
 
-def _overwritten(old: Bytes, raw: bytes, element_bytes: int) -> Bytes:
-    """In place."""
+def _elements(
+    raw: bytes, limit: int, element_bytes: int
+) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.unsignedinteger]]:
+    """Positions and values of changed elements, all below `limit`."""
     count = int.from_bytes(raw[:4], "little")
     if len(raw) != 4 + count * (4 + element_bytes):
         raise _damaged(f"{len(raw)} bytes for {count} changed elements")
     positions = np.frombuffer(raw, dtype="<u4", count=count, offset=4)
-    width = _WIDTHS[element_bytes]
-    elements = old.view(width)
-    if count and int(positions.max()) >= elements.size:
-        raise _damaged(f"element {int(positions.max())} of a tensor of {elements.size}")
-    elements[positions] = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * count).copy().view(width)
-    return old
+    if count and (int(positions[-1]) >= limit or not (positions[:-1] < positions[1:]).all()):
+        raise _damaged(f"positions out of order or past the tensor's {limit} elements")
+    values = np.frombuffer(raw, dtype=np.uint8, offset=4 + 4 * count).copy().view(_WIDTHS[element_bytes])
+    return positions, values
+
+
+def _overwritten(old: Pieces, positions: npt.NDArray[np.uint32], values: npt.NDArray[np.unsignedinteger]) -> Pieces:
+    scratch, done = np.empty(PIECE_BYTES, dtype=np.uint8), 0
+    for start, before in old:
+        first = start // values.itemsize
+        end = int(np.searchsorted(positions, first + before.size // values.itemsize))
+        piece = scratch[: before.size]
+        piece[:] = before
+        piece.view(values.dtype)[positions[done:end] - first] = values[done:end]
+        yield start, piece
+        done = end
 
 
 def _same_size(old: Bytes, new: Bytes) -> None:
