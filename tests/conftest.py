@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +68,19 @@ class Workspace:
             assert done.returncode == code, f"exit {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 
-    def start(self, *arguments: str, overrides: dict[str, Any] | None = None) -> ForkServerProcess:
-        """Train in a process that a test will disturb."""
-        return preloaded.start(self.arguments(*arguments, overrides=overrides))
+    def struck(
+        self, number: signal.Signals, after: int, *arguments: str, name: str = "", overrides: dict[str, Any]
+    ) -> int | None:
+        """Train in a process that strikes itself with a signal after so many changes to files of its run directory, or
+        to the one called `name`. Its exit code."""
+        blow = preloaded.Blow(number, after, str(self.directory()), name)
+        run = preloaded.start(self.arguments(*arguments, overrides=overrides), blow=blow)
+        run.join(240)
+        if run.exitcode is None:
+            run.kill()
+            run.join()
+            raise AssertionError("the run goes on and on")
+        return run.exitcode
 
     def lines(self, file: str = "metrics.jsonl", name: str = "tiny") -> list[dict[str, Any]]:
         from miles_core.tracking.run_dir import read_lines

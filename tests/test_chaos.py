@@ -222,7 +222,7 @@ def check_nothing_lost(workspace: Workspace, steps: int, groups: int, size: int)
     last = [event for event in workspace.lines("events.jsonl") if event["event"] == "ledger"][-1]
     assert last["submitted"] == sum(last[fate.value] for fate in Fate)
     assert last["trained"] == steps * groups
-    assert last["put_back"] == last["resubmitted"]
+    assert last["put_back"] >= last["resubmitted"]  # what was put back last may wait still
     folder = workspace.directory() / "rollouts"
     rows = [row for step in rollouts.steps(folder) for row in rollouts.read(folder, step)]
     names = Counter(row.session_id for row in rows)

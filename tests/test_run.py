@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -79,29 +80,51 @@ def test_weights_are_proven_equal_when_asked(workspace: Workspace) -> None:
     assert any(event["event"] == "weights_equal" for event in workspace.lines("events.jsonl"))
 
 
+HOLDING = """
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+def score(scored):
+    folder = Path(__file__).parent
+    while (folder / "hold").exists():
+        (folder / "held").touch()
+        time.sleep(0.05)
+    return len(scored.response) % 3
+"""
+
+
 @pytest.mark.parametrize("signals", [1, 2])
 def test_ctrl_c_once_saves_and_twice_stops_now(workspace: Workspace, signals: int) -> None:
-    command = workspace.command(overrides={"schedule.steps": 500, "checkpoint.every_steps": 400})
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
-    ) as run:
-        metrics = workspace.directory() / "metrics.jsonl"
-        deadline = time.monotonic() + 120
-        while not (metrics.exists() and metrics.read_text().count("\n") >= 2):
-            assert run.poll() is None, run.stdout.read() if run.stdout else ""
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    long = {"schedule.steps": 100_000, "checkpoint.every_steps": 90_000, "rollout.reward_timeout_s": 600.0}
+    (workspace.folder / "reward.py").write_text(HOLDING)
+    output, hold = workspace.folder / "output.txt", workspace.folder / "hold"
+    with (
+        output.open("w") as file,
+        subprocess.Popen(workspace.command(overrides=long), stdout=file, stderr=file, env=environment()) as run,
+    ):
+
+        def wait_until(holds: Callable[[], bool]) -> None:
+            deadline = time.monotonic() + 240
+            while not holds():
+                assert run.poll() is None, output.read_text()
+                assert time.monotonic() < deadline, output.read_text()
+                time.sleep(0.05)
+
+        wait_until(lambda: len(workspace.lines()) >= 2)
+        if signals == 2:
+            hold.touch()
+            wait_until((workspace.folder / "held").exists)
         run.send_signal(signal.SIGINT)
         if signals == 2:
-            time.sleep(0.05)
-            run.send_signal(signal.SIGINT)
-        output, _ = run.communicate(timeout=60)
-    assert run.returncode == 130, output
+            wait_until(lambda: "finished and saved first" in output.read_text())
+            run.send_signal(signal.SIGINT)  # the step would never end
+        run.wait(timeout=240)
+    assert run.returncode == 130, output.read_text()
+    assert "finished and saved first" in output.read_text()
     steps = len(workspace.lines()) - 1
     saved = sorted(path.name for path in (workspace.directory() / "checkpoints").iterdir())
-    if signals == 1:
-        assert saved == [f"step_{steps:06d}"]
-        assert "finished and saved first" in output
+    assert saved == ([f"step_{steps:06d}"] if signals == 1 else [])
 
 
 def test_nothing_is_left_running(workspace: Workspace) -> None:

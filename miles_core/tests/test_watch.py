@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from types import SimpleNamespace
+
+import pytest
 
 from miles_core import watch
+from miles_core.testing.virtual_time import in_virtual_time
 
 
 def test_waiters_are_listed_oldest_first_and_leave_no_trace() -> None:
@@ -16,7 +20,10 @@ def test_waiters_are_listed_oldest_first_and_leave_no_trace() -> None:
     assert watch.waiters() == []
 
 
-async def test_watchdog_reports_a_stall_with_its_chain_and_not_a_busy_run() -> None:
+@in_virtual_time
+async def test_watchdog_reports_a_stall_with_its_chain_and_not_a_busy_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=asyncio.get_running_loop().time))
+    monkeypatch.setattr(watch, "_last_progress", 0.0)
     reports: list[str] = []
     task = asyncio.create_task(watch.watchdog(0.2, reports.append))
     with watch.waiting("driver", on="reward worker 1"):

@@ -76,7 +76,7 @@ def both(folder: Path, alone: dict[str, Any], device: str) -> Results:
         for command in commands
     ]
     try:
-        said = [process.communicate(timeout=180)[0] for process in started]
+        said = [process.communicate(timeout=600)[0] for process in started]
     finally:
         for process in started:
             process.kill()

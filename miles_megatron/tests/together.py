@@ -16,7 +16,7 @@ RANKS = Path(__file__).parent / "ranks.py"
 
 
 def run_ranks(
-    folder: Path, world: int, scenarios: Sequence[str], *, device: str = "cpu", limit_s: float = 240.0
+    folder: Path, world: int, scenarios: Sequence[str], *, device: str = "cpu", limit_s: float = 600.0
 ) -> dict[str, list[Any]]:
     """What each rank found in each scenario.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 import threading
-import time
 from typing import NoReturn, cast
 
 import pytest
@@ -20,7 +20,7 @@ from miles_core.testing.recording import RecordingOptions, example_weights
 from miles_core.testing.transport import TransportConformance
 from miles_core.types import NamedTensor, WeightBucket
 from miles_core.weights.digests import digest_tensor
-from miles_transports.broadcast import BroadcastReceiver, BroadcastTransport, choose_wire
+from miles_transports.broadcast import BroadcastReceiver, BroadcastSender, BroadcastTransport, choose_wire
 from miles_transports.meeting import Address, Meeting
 from miles_transports.options import BroadcastOptions
 from miles_transports.packing import ALIGNMENT_BYTES, Layout, layout_of, pack, unpack
@@ -28,7 +28,9 @@ from miles_transports.packing import ALIGNMENT_BYTES, Layout, layout_of, pack, u
 
 class TestBroadcast(TransportConformance):
     def make(self) -> Transport:
-        return BroadcastTransport(BroadcastOptions(timeout_s=20.0))
+        return BroadcastTransport(
+            BroadcastOptions(timeout_s=300.0)
+        )  # more than the kit's patience: nothing waits it out
 
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.uint8, torch.bool]
@@ -86,23 +88,24 @@ async def test_two_transports_at_once_do_not_meet() -> None:
 
 
 async def test_an_engine_that_does_not_answer_is_named_after_the_timeout() -> None:
-    class Impatient(TransportConformance):
-        def make(self) -> Transport:
-            return BroadcastTransport(BroadcastOptions(timeout_s=0.5))
-
-    kit = Impatient()
+    kit = TestBroadcast()
     async with kit.connected(engines=2) as connected:
-        silent = asyncio.Event()
+        host, receiver = connected.trainer._host, connected.engines[1]._receiver
+        assert host is not None
+        assert isinstance(host._sender, BroadcastSender)
+        assert isinstance(receiver, BroadcastReceiver)
+        meeting = receiver._party.meeting
 
         async def never(version: int) -> None:
-            await asyncio.wait_for(silent.wait(), 1.0)
+            attempt = await asyncio.to_thread(meeting.attempt)
+            await asyncio.to_thread(meeting.wait, attempt, ["what nobody tells"], missing="the end")
 
         connected.engines[1].receive = never  # type: ignore[assignment,method-assign]
-        began = time.monotonic()
+        host._sender._party.meeting._timeout_s = 0.5
         error = await kit.refused(connected, 0)
-        assert "nothing from engine 1" in str(error)
+        assert re.search("nothing from (engine 0, )?engine 1", str(error)), "engine 0 may be slow"
+        assert "within 0.5 s" in str(error)
         assert "transport.timeout_s" in str(error.__cause__)
-        assert time.monotonic() - began < 5
 
 
 async def test_a_receiver_that_dies_inside_the_collective_does_not_hang_the_sender() -> None:
@@ -122,28 +125,28 @@ async def test_a_receiver_that_dies_inside_the_collective_does_not_hang_the_send
             raise EngineError("the process is gone")
 
         engine.receive = dies  # type: ignore[assignment,method-assign]
-        began = time.monotonic()
-        error = await kit.refused(connected, 1)
+        error = await kit.refused(connected, 1)  # long before any time-out
         assert "engine 0: the process is gone" in str(error)
-        assert time.monotonic() - began < 10
 
 
 def test_a_driver_that_cannot_be_reached_is_an_error_with_the_remedy() -> None:
-    with socket.socket() as taken:
+    with socket.socket() as taken:  # bound, so that nobody else gets the port, but never listening
         taken.bind(("127.0.0.1", 0))
         port = taken.getsockname()[1]
-    with pytest.raises(TransportError, match=r"transport\.host") as caught:
-        Meeting.join(Address(host="127.0.0.1", port=port, timeout_s=0.5, num_engines=1), "engine 0")
+        with pytest.raises(TransportError, match=r"transport\.host") as caught:
+            Meeting.join(Address(host="127.0.0.1", port=port, timeout_s=0.5, num_engines=1), "engine 0")
     assert "engine 0 cannot reach the driver" in str(caught.value)
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])
-async def test_an_address_of_another_host_is_refused_at_once(host: str) -> None:
+async def test_an_address_of_another_host_is_refused_at_once(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(*args: object, **kwargs: object) -> NoReturn:
+        raise AssertionError("it waited for the address to answer")
+
+    monkeypatch.setattr("miles_transports.meeting.TCPStore", asked)
     transport = BroadcastTransport(BroadcastOptions(host=host))
-    began = time.monotonic()
     with pytest.raises(TransportError, match="meeting point") as caught:
         await transport.open(cast(WeightSource, None), [])
-    assert time.monotonic() - began < 10, "it waited for the address to answer"
     assert "transport.host" in str(caught.value)
     assert caught.value.found is not None
     assert caught.value.found.startswith(f"{host}: ")
@@ -154,7 +157,7 @@ async def test_the_event_loop_runs_on_while_an_address_is_looked_up(monkeypatch:
     ran = threading.Event()
 
     def slow(*args: object, **kwargs: object) -> NoReturn:
-        raise OSError("no such name" if ran.wait(5) else "the loop stood still")
+        raise OSError("no such name" if ran.wait(60) else "the loop stood still")
 
     monkeypatch.setattr("miles_transports.meeting.socket.getaddrinfo", slow)
     opening = asyncio.create_task(BroadcastTransport(BroadcastOptions()).open(cast(WeightSource, None), []))

@@ -23,8 +23,8 @@ def options(folder: Path, **changes: Any) -> DiskDeltaOptions:
         **{
             "publish_dir": str(folder / "published"),
             "local_dir": str(folder / "local"),
-            "timeout_s": 20,
-            "visible_s": 5,
+            "timeout_s": 120,
+            "visible_s": 60,
             **changes,
         }
     )

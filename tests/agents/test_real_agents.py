@@ -116,6 +116,10 @@ async def served(
         yield url, engine, family
 
 
+def patient(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=60)
+
+
 async def run(program: str, url: str) -> str:
     """Its last line; it must end well."""
     code, out, err = await ran(program, url)
@@ -155,7 +159,10 @@ async def test_a_published_agent_trains_exactly_what_was_sampled(program: str, t
     if not installed(module):
         pytest.skip(f"{module} is not installed; see requirements/agents.txt, agents-npm.txt")
     history: History = "branching" if program in REWRITES else "linear"
-    async with served(tmp_path, texts, history) as (url, engine, family), httpx.AsyncClient(base_url=url) as http:
+    async with (
+        served(tmp_path, texts, history) as (url, engine, family),
+        patient(url) as http,
+    ):
         key = (await http.post("/sessions", json={})).json()["session_id"]
         assert await run(program, f"{url}/sessions/{key}") == printed
         samples = (await http.post(f"/sessions/{key}/samples", json={"prompt_id": "p"})).json()["samples"]
@@ -248,7 +255,10 @@ async def test_a_published_agent_with_a_real_model(program: str, monkeypatch: py
         pytest.skip("models/smollm2-135m is not there; make quickstart creates it")
     history: History = "branching" if program in REWRITES else "linear"
     sampling = {"temperature": 1.0, "top_k": 20, "max_tokens": 160, "seed": 5}
-    async with served_model(MODEL, history, monkeypatch) as (url, engine), httpx.AsyncClient(base_url=url) as http:
+    async with (
+        served_model(MODEL, history, monkeypatch) as (url, engine),
+        patient(url) as http,
+    ):
         key = (await http.post("/sessions", json={"sampling": sampling})).json()["session_id"]
         code, out, err = await ran(program, f"{url}/sessions/{key}")
         reply = await http.post(f"/sessions/{key}/samples", json={"prompt_id": "p"}, timeout=60)

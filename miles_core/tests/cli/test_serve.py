@@ -57,27 +57,27 @@ def test_a_killed_server_restarts_with_every_committed_session(model: Path, tmp_
     arguments = ("--model", str(model), "--engine", "scripted", "--script", str(script))
     journal = ("--journal", str(tmp_path / "journal"))
     with served(*arguments, *journal) as (url, process):
-        key = httpx.post(f"{url}/sessions").json()["session_id"]
+        key = httpx.post(f"{url}/sessions", timeout=60).json()["session_id"]
         assert chat(url, key, U).json()["choices"][0]["message"]["content"] == "alpha"
-        before = httpx.post(f"{url}/sessions/{key}/samples").json()["samples"]
+        before = httpx.post(f"{url}/sessions/{key}/samples", timeout=60).json()["samples"]
         process.send_signal(signal.SIGKILL)
         process.wait()
     with served(*arguments, *journal) as (url, process):
-        after = httpx.post(f"{url}/sessions/{key}/samples").json()["samples"]
+        after = httpx.post(f"{url}/sessions/{key}/samples", timeout=60).json()["samples"]
         assert after == before
         answer = chat(url, key, U, {"role": "assistant", "content": "alpha"}, U)
         assert answer.status_code == 200, answer.text
         process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=30) == 0
+        assert process.wait(timeout=120) == 0
 
 
 @pytest.mark.slow
 def test_engine_local_serves_a_checkpoint(model: Path) -> None:
     with served("--model", str(model), "--max-tokens", "6") as (url, _):
-        key = httpx.post(f"{url}/sessions", json={"sampling": {"seed": 1}}).json()["session_id"]
+        key = httpx.post(f"{url}/sessions", json={"sampling": {"seed": 1}}, timeout=60).json()["session_id"]
         answers = [chat(url, key, U).json() for _ in range(2)]
         assert all(answer["usage"]["completion_tokens"] <= 6 for answer in answers)
-        (sample,) = httpx.post(f"{url}/sessions/{key}/samples").json()["samples"]
+        (sample,) = httpx.post(f"{url}/sessions/{key}/samples", timeout=60).json()["samples"]
         assert sample["metadata"]["discarded_turns"] == 1
 
 
@@ -108,7 +108,7 @@ def test_a_run_file_says_what_is_served(model: Path, tmp_path: Path) -> None:
         "schedule: {steps: 1}\nplacement: {device: cpu}\n"
     )
     with served(str(tmp_path / "run.yaml"), "--max-tokens", "4", "--model-name", "policy") as (url, _):
-        assert httpx.get(f"{url}/v1/models").json()["data"][0]["id"] == "policy"
-        key = httpx.post(f"{url}/sessions").json()["session_id"]
+        assert httpx.get(f"{url}/v1/models", timeout=60).json()["data"][0]["id"] == "policy"
+        key = httpx.post(f"{url}/sessions", timeout=60).json()["session_id"]
         assert [chat(url, key, U).status_code for _ in range(2)] == [200, 200]
-        assert httpx.get(f"{url}/sessions/{key}").json()["leaves"] == [0, 1]
+        assert httpx.get(f"{url}/sessions/{key}", timeout=60).json()["leaves"] == [0, 1]

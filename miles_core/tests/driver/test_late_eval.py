@@ -23,6 +23,7 @@ from miles_core.rollout.rewards import RewardPool
 from miles_core.session.pool import EnginePool
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
 from miles_core.testing.scripted_session import ScriptedSessions, assemble_scripted
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.types import Message, Prompt, Trajectory
 from miles_core.weights import snapshot
 from miles_core.weights.lifecycle import UpdateSettings
@@ -79,6 +80,7 @@ async def settle() -> None:
         await asyncio.sleep(0.002)
 
 
+@in_virtual_time
 async def test_training_goes_on_and_the_score_stands_under_the_step_it_measured(tmp_path: Path) -> None:
     gate = Gate()
     place = Place(tmp_path, gate)
@@ -94,6 +96,7 @@ async def test_training_goes_on_and_the_score_stands_under_the_step_it_measured(
     assert list(tmp_path.iterdir()) == [], "a snapshot lies on disk no longer than its evaluation needs it"
 
 
+@in_virtual_time
 async def test_training_waits_for_the_oldest_where_too_many_are_open(tmp_path: Path) -> None:
     gate = Gate()
     place = Place(tmp_path, gate, max_in_flight=2)
@@ -110,6 +113,7 @@ async def test_training_waits_for_the_oldest_where_too_many_are_open(tmp_path: P
     assert [step for step, _ in place.lines] == [1, 2, 3]
 
 
+@in_virtual_time
 async def test_or_the_new_one_is_skipped_and_counted_but_never_the_last(tmp_path: Path) -> None:
     gate = Gate()
     place = Place(tmp_path, gate, max_in_flight=1, overflow="skip")
@@ -126,6 +130,7 @@ async def test_or_the_new_one_is_skipped_and_counted_but_never_the_last(tmp_path
     assert [step for step, _ in place.lines] == [2, 1, 3]
 
 
+@in_virtual_time
 async def test_whatever_fails_is_a_counted_skip_and_what_comes_after_is_scored(tmp_path: Path) -> None:
     gate = Gate()
     gate.errors = {1: EvalSkipped("raised", "no idea"), 2: ZeroDivisionError("by zero")}
@@ -140,6 +145,7 @@ async def test_whatever_fails_is_a_counted_skip_and_what_comes_after_is_scored(t
     assert any("by zero" in event for event in place.events)
 
 
+@in_virtual_time
 async def test_an_export_that_fails_is_a_skip_but_a_lost_rank_is_not(tmp_path: Path) -> None:
     place = Place(tmp_path, Gate())
 
@@ -157,6 +163,7 @@ async def test_an_export_that_fails_is_a_skip_but_a_lost_rank_is_not(tmp_path: P
         await place.late.submit(2, lost, final=False)
 
 
+@in_virtual_time
 async def test_what_a_killed_run_had_begun_is_taken_up_and_the_rest_removed(tmp_path: Path) -> None:
     killed = Place(tmp_path, Gate(), max_in_flight=9)
     for step in (1, 2, 3, 4):
@@ -241,6 +248,7 @@ class Fleet:
         return await self.scorer.score(step, await snapshot.write(self.root, step, save))
 
 
+@in_virtual_time
 async def test_every_engine_loads_the_snapshot_and_says_so_before_and_after(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path)
     for step in (2, 5):
@@ -252,6 +260,7 @@ async def test_every_engine_loads_the_snapshot_and_says_so_before_and_after(tmp_
     assert fleet.restarts == []
 
 
+@in_virtual_time
 async def test_a_load_that_fails_starts_the_fleet_anew_and_is_tried_again(tmp_path: Path) -> None:
     fleet = Fleet(tmp_path, RecordingOptions(fail_receive=(4, 0), fail_times=1))
     fleet.options = RecordingOptions()
@@ -259,6 +268,7 @@ async def test_a_load_that_fails_starts_the_fleet_anew_and_is_tried_again(tmp_pa
     assert fleet.restarts == [3, 4]
 
 
+@in_virtual_time
 async def test_an_engine_that_moves_to_other_weights_meanwhile_spoils_the_score(tmp_path: Path) -> None:
     def move(fleet: Fleet) -> None:
         fleet.scorer.engines[1]._version = 9  # type: ignore[attr-defined]
@@ -268,6 +278,7 @@ async def test_an_engine_that_moves_to_other_weights_meanwhile_spoils_the_score(
     assert caught.value.reason == "wrong_version"
 
 
+@in_virtual_time
 async def test_a_lost_engine_ends_the_attempt_and_no_request_goes_on_elsewhere(tmp_path: Path) -> None:
     asked: list[int] = []
 
@@ -281,6 +292,7 @@ async def test_a_lost_engine_ends_the_attempt_and_no_request_goes_on_elsewhere(t
     assert fleet.restarts == [3, 4]
 
 
+@in_virtual_time
 async def test_a_snapshot_without_its_marker_is_never_loaded(tmp_path: Path) -> None:
     receiver = snapshot.SnapshotReceiver(str(tmp_path))
     folder = await snapshot.write(tmp_path, 4, export)

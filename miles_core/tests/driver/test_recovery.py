@@ -16,6 +16,7 @@ from miles_core.kinds.transport import Staged
 from miles_core.session.pool import EnginePool
 from miles_core.testing.executor import generate_request
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.types import NamedTensor
 from miles_core.weights.digests import manifest
 from miles_core.weights.fleet import Fleet
@@ -103,6 +104,7 @@ async def recover(run: Any) -> None:
     await recovery.recover(run)
 
 
+@in_virtual_time
 async def test_a_lost_engine_is_replaced_with_the_published_version_while_work_waits() -> None:
     run = await Place().start()
     old = run.engines[1]
@@ -121,6 +123,7 @@ async def test_a_lost_engine_is_replaced_with_the_published_version_while_work_w
     assert run.said[-1] == "engine_replaced"
 
 
+@in_virtual_time
 async def test_where_the_trainer_has_moved_on_the_newcomer_brings_the_next_version() -> None:
     run = await Place().start()
     run.trained_step = 1
@@ -130,6 +133,7 @@ async def test_where_the_trainer_has_moved_on_the_newcomer_brings_the_next_versi
     assert [await engine.version() for engine in run.engines] == [1, 1]
 
 
+@in_virtual_time
 async def test_engines_that_hang_or_serve_another_version_are_lost() -> None:
     run = await Place().start(3)
     run.engines[0].hangs = True
@@ -144,6 +148,7 @@ async def test_engines_that_hang_or_serve_another_version_are_lost() -> None:
     assert "serves version 9, published is 0" in run.pool.lost()[1]
 
 
+@in_virtual_time
 async def test_an_engine_that_died_does_not_keep_the_others_from_a_version() -> None:
     run = await Place().start(3)
     run.engines[1].hangs = True
@@ -153,6 +158,7 @@ async def test_an_engine_that_died_does_not_keep_the_others_from_a_version() -> 
     assert [await run.engines[index].version() for index in (0, 2)] == [1, 1]
 
 
+@in_virtual_time
 async def test_a_run_without_any_engine_left_says_so() -> None:
     run = await Place(broken_restarts=9).start(1)
     run.pool.lose(0, "gone")
@@ -160,6 +166,7 @@ async def test_a_run_without_any_engine_left_says_so() -> None:
         await recovery.recover(run)
 
 
+@in_virtual_time
 async def test_the_loss_of_the_trainer_is_not_blamed_on_engines() -> None:
     run = await Place().start()
     run.transport.error = TrainerLost("trainer rank 0 died")
@@ -207,6 +214,7 @@ class DyingPlace(Place):
         return engine
 
 
+@in_virtual_time
 @pytest.mark.parametrize("at", ["version", "activate", "resume"])
 async def test_a_newcomer_that_dies_again_costs_the_others_nothing_and_is_replaced_anew(at: str) -> None:
     run = await DyingPlace(at).start()
@@ -223,6 +231,7 @@ async def test_a_newcomer_that_dies_again_costs_the_others_nothing_and_is_replac
     assert [await engine.version() for engine in run.engines] == [2, 2]
 
 
+@in_virtual_time
 async def test_a_newcomer_that_dies_between_update_and_service_serves_nobody() -> None:
     run = await Place().start()
     run.pool.lose(1, "gone")
@@ -236,6 +245,7 @@ async def test_a_newcomer_that_dies_between_update_and_service_serves_nobody() -
     assert any("serves nobody: it did not answer within 0.2 s" in text for text in run.said)
 
 
+@in_virtual_time
 async def test_a_place_that_cannot_be_filled_is_left_alone_for_a_while_unless_nobody_serves() -> None:
     run = await Place(broken_restarts=1).start()
     run.pool.lose(1, "gone")
@@ -250,6 +260,7 @@ async def test_a_place_that_cannot_be_filled_is_left_alone_for_a_while_unless_no
     assert run.pool.serving() == {0, 1}
 
 
+@in_virtual_time
 async def test_work_and_updates_go_on_while_an_engine_takes_its_time_to_start() -> None:
     run = await Place().start()
     room, asked = asyncio.Event(), asyncio.Event()
@@ -272,6 +283,7 @@ async def test_work_and_updates_go_on_while_an_engine_takes_its_time_to_start() 
     assert run.said.count("engine 1 is lost and will be replaced: its node is gone") == 1
 
 
+@in_virtual_time
 @pytest.mark.parametrize("count", [1, 2])
 async def test_engines_that_all_died_while_the_trainer_worked_are_replaced_by_the_next_version(count: int) -> None:
     run = await Place().start(count)
@@ -284,6 +296,7 @@ async def test_engines_that_all_died_while_the_trainer_worked_are_replaced_by_th
     assert {await run.engines[index].version() for index in run.pool.serving()} == {1}
 
 
+@in_virtual_time
 async def test_one_that_cannot_start_does_not_end_the_run_while_another_still_does() -> None:
     run = await Place().start()
     started = asyncio.Event()
@@ -305,6 +318,7 @@ async def test_one_that_cannot_start_does_not_end_the_run_while_another_still_do
     assert run.pool.serving() == {1}
 
 
+@in_virtual_time
 async def test_a_late_answer_of_a_replaced_engine_is_not_held_against_its_successor() -> None:
     run = await Place().start()
     run.engines[1].hangs = True

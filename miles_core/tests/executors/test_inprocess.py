@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +30,10 @@ class TestInProcess(ExecutorConformance):
 
 
 class ThreadBackend(RecordingBackend):
-    """Notes which thread called it."""
+    """Notes which thread called it; a train step ends when the event loop says so."""
 
     threads: set[str]
+    end = threading.Event()
 
     def __init__(self, options: RecordingOptions, context: BackendContext) -> None:
         super().__init__(options, context)
@@ -41,7 +41,7 @@ class ThreadBackend(RecordingBackend):
 
     def train_step(self, batch: TrainBatch) -> StepMetrics:
         self.threads.add(threading.current_thread().name)
-        time.sleep(0.1)
+        assert self.end.wait(60), "the event loop stands still during a train step"
         return StepMetrics(values={"threads": float(len(self.threads)), "main": float("MainThread" in self.threads)})
 
 
@@ -57,29 +57,22 @@ def sees_this_module(monkeypatch: pytest.MonkeyPatch) -> str:
 async def test_every_call_runs_in_one_thread_while_the_loop_stays_live(sees_this_module: str) -> None:
     executor = InProcessExecutor(None)
     trainer = await executor.start_trainer(trainer_spec(load=f"{sees_this_module}:ThreadBackend"))
-    ticks = 0
-
-    async def tick() -> None:
-        nonlocal ticks
-        while True:
-            ticks += 1
-            await asyncio.sleep(0.005)
-
-    ticking = asyncio.create_task(tick())
-    metrics = await trainer.train_step(tiny_batch())
-    await trainer.log_probs(tiny_batch())
-    metrics = await trainer.train_step(tiny_batch())
-    ticking.cancel()
+    for _ in range(2):
+        ThreadBackend.end.clear()
+        asyncio.get_running_loop().call_later(0.02, ThreadBackend.end.set)
+        metrics = await trainer.train_step(tiny_batch())
+        await trainer.log_probs(tiny_batch())
     assert metrics.values == {"threads": 1.0, "main": 0.0}
-    assert ticks > 5
     await executor.close()
 
 
 async def test_the_wait_for_a_step_is_registered_by_name(sees_this_module: str) -> None:
     executor = InProcessExecutor(None)
     trainer = await executor.start_trainer(trainer_spec(load=f"{sees_this_module}:ThreadBackend"))
+    ThreadBackend.end.clear()
     step = asyncio.create_task(trainer.train_step(tiny_batch()))
-    await asyncio.sleep(0.02)
+    await asyncio.sleep(0)
+    ThreadBackend.end.set()
     assert [(waiter.who, waiter.on) for waiter in waiters()] == [("driver", "trainer rank 0: train_step")]
     await step
     await executor.close()

@@ -15,6 +15,7 @@ from miles_core.rollout.chat import ChatEnvironment
 from miles_core.rollout.episode import EpisodeKey, Episodes
 from miles_core.rollout.rewards import RewardPool, RewardSpec
 from miles_core.testing.scripted_session import Answer, Asked, ScriptedSessions, assemble_scripted
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.types import Boundary, FinishReason, Message, Prompt, SamplingParams, Status, Trajectory
 
 GRADERS = Path(__file__).with_name("graders.py")
@@ -222,6 +223,7 @@ async def test_a_refused_history_is_the_harness_failure() -> None:
     assert where(await attempt(run)) == (Status.FAILED, Boundary.HARNESS, False)
 
 
+@in_virtual_time
 async def test_the_deadline_says_who_was_late() -> None:
     async def slow_tool(prompt: Prompt, session: SessionHandle) -> EpisodeResult:
         await session.complete(prompt.messages)
@@ -248,6 +250,7 @@ async def test_a_broken_contract_stops_the_run_instead_of_failing_an_attempt() -
         await attempt(raising(ContractError("tokens contract")))
 
 
+@in_virtual_time
 async def test_a_cancelled_attempt_closes_its_session() -> None:
     sessions = ScriptedSessions(lambda asked: Answer(hangs=True))
     pool = RewardPool((), workers=1, timeout_s=1.0)

@@ -15,6 +15,7 @@ from miles_core.rollout.episode import Episodes
 from miles_core.rollout.evaluate import evaluate
 from miles_core.rollout.rewards import RewardPool
 from miles_core.testing.scripted_session import Answer, Asked, Script, ScriptedSessions, assemble_scripted
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.types import FinishReason, Message, Prompt
 
 PROMPTS = [Prompt(id=f"e{i}", messages=(Message(role="user", content=f"{i}"),)) for i in range(6)]
@@ -48,6 +49,7 @@ def echo(asked: Asked) -> str:
     return asked.messages[-1].content
 
 
+@in_virtual_time
 async def test_the_standard_error_is_over_prompts_and_not_over_samples() -> None:
     episodes, _ = bench(echo)
     spec = EvalSpec(prompts=4, samples_per_prompt=3)
@@ -59,6 +61,7 @@ async def test_the_standard_error_is_over_prompts_and_not_over_samples() -> None
     assert metrics["eval/response_tokens_mean"] == 2.0
 
 
+@in_virtual_time
 async def test_its_sampling_is_its_own_and_every_time_the_same() -> None:
     spec = EvalSpec(prompts=2, samples_per_prompt=2, sampling=EvalSamplingSpec(temperature=0.3, max_tokens=5))
     seen = []
@@ -71,6 +74,7 @@ async def test_its_sampling_is_its_own_and_every_time_the_same() -> None:
     assert len(set(seen[0])) == 4
 
 
+@in_virtual_time
 async def test_failures_are_counted_apart_and_truncation_is_a_fraction() -> None:
     def script(asked: Asked) -> Answer | str:
         match asked.messages[-1].content:
@@ -90,12 +94,14 @@ async def test_failures_are_counted_apart_and_truncation_is_a_fraction() -> None
     assert len(sessions.opened) == 4  # the failed one was tried again
 
 
+@in_virtual_time
 async def test_an_evaluation_that_scores_nothing_is_an_error() -> None:
     episodes, _ = bench(lambda asked: Answer(error=EngineError("no engine")))
     with pytest.raises(RunError, match="no engine"):
         await evaluate(1, prompts=PROMPTS, episodes=episodes, spec=EvalSpec(), retries=0, max_concurrent=9)
 
 
+@in_virtual_time
 async def test_nothing_is_left_running_when_it_is_cancelled() -> None:
     episodes, sessions = bench(lambda asked: Answer(hangs=True))
     work = evaluate(1, prompts=PROMPTS, episodes=episodes, spec=EvalSpec(), retries=0, max_concurrent=3)
@@ -109,6 +115,7 @@ async def test_nothing_is_left_running_when_it_is_cancelled() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
+@in_virtual_time
 async def test_a_score_that_would_mix_checkpoints_is_none() -> None:
     episodes, _ = bench(echo)  # scripted sessions say that version 0 sampled
     spec = EvalSpec(prompts=2)

@@ -30,7 +30,7 @@ from miles_core.rollout.producer import Producer
 from miles_core.rollout.rewards import RewardPool
 from miles_core.rollout.scheduler import GroupFilter, first_error
 from miles_core.testing.scripted_session import ScriptedSessions, assemble_scripted
-from miles_core.testing.virtual_time import run_virtual
+from miles_core.testing.virtual_time import in_virtual_time, run_virtual
 from miles_core.types import Group, Message, Prompt, Status, Trajectory
 
 Wait = Callable[[Prompt, int], float]
@@ -132,6 +132,7 @@ def test_refill_by_sample_keeps_the_budget_in_flight_though_lengths_differ_tenfo
     assert (mean >= 0.9 * 48) == steady, f"{mean:.1f} of 48 in flight"
 
 
+@in_virtual_time
 async def test_groups_come_whole_and_a_full_buffer_stops_the_start_of_more() -> None:
     bench = Bench()
     producer = bench.producer()
@@ -148,6 +149,7 @@ async def test_groups_come_whole_and_a_full_buffer_stops_the_start_of_more() -> 
         assert bench.environment.started > started, "room in the buffer started nothing"
 
 
+@in_virtual_time
 async def test_a_group_over_the_limit_when_it_would_be_trained_is_rejected_and_its_prompt_tried_again() -> None:
     bench = Bench(max_weight_staleness=1, unused="retry")
     producer = bench.producer()
@@ -167,6 +169,7 @@ async def test_a_group_over_the_limit_when_it_would_be_trained_is_rejected_and_i
     assert len({row.session_id for row in found.group.trajectories}) == 4
 
 
+@in_virtual_time
 async def test_a_version_published_while_a_batch_is_collected_is_noticed() -> None:
     bench = Bench(max_weight_staleness=0, samples=4)
     producer = bench.producer()
@@ -181,6 +184,7 @@ async def test_a_version_published_while_a_batch_is_collected_is_noticed() -> No
     assert producer.ledger.counts["stale"] >= 1
 
 
+@in_virtual_time
 async def test_with_a_limit_nothing_is_started_that_would_be_discarded() -> None:
     bench = Bench(max_weight_staleness=1, samples=64, groups_per_step=2)
     producer = bench.producer()
@@ -197,6 +201,7 @@ async def test_with_a_limit_nothing_is_started_that_would_be_discarded() -> None
     assert producer.ledger.counts["trained"] == 20
 
 
+@in_virtual_time
 @pytest.mark.parametrize(("limit", "interval"), [(0, 1), (0, 3), (1, 2)])
 async def test_no_limit_and_no_interval_makes_what_would_be_discarded(limit: int, interval: int) -> None:
     bench = Bench(lambda prompt, number: 0.001, max_weight_staleness=limit, update_interval=interval, samples=64)
@@ -216,6 +221,7 @@ async def test_no_limit_and_no_interval_makes_what_would_be_discarded(limit: int
     assert producer.ledger.counts["trained"] == 24
 
 
+@in_virtual_time
 @pytest.mark.parametrize("unused", ["drop", "retry"])
 @pytest.mark.parametrize("interval", [1, 2])
 async def test_with_a_limit_of_zero_discarded_groups_make_room_for_fresh_ones(unused: str, interval: int) -> None:
@@ -236,6 +242,7 @@ async def test_with_a_limit_of_zero_discarded_groups_make_room_for_fresh_ones(un
             producer.published()
 
 
+@in_virtual_time
 async def test_nothing_starts_while_held_and_everything_goes_on_after() -> None:
     bench = Bench()
     producer = bench.producer()
@@ -252,6 +259,7 @@ async def test_nothing_starts_while_held_and_everything_goes_on_after() -> None:
         assert bench.environment.started > started
 
 
+@in_virtual_time
 async def test_filters_that_keep_nothing_end_the_run_with_their_counts() -> None:
     producer = Bench().producer(filters=[GroupFilter(name="never", judge=lambda group: "dull")], max_waves=3)
     with pytest.raises(ExceptionGroup) as raised:
@@ -262,6 +270,7 @@ async def test_filters_that_keep_nothing_end_the_run_with_their_counts() -> None
     assert "rollout.max_waves" in str(error)
 
 
+@in_virtual_time
 async def test_one_group_kept_in_time_lets_the_rollout_go_on() -> None:
     judged = itertools.count(1)
     keep_each_sixth = GroupFilter(name="rare", judge=lambda group: None if next(judged) % 6 == 0 else "dull")
@@ -270,6 +279,7 @@ async def test_one_group_kept_in_time_lets_the_rollout_go_on() -> None:
         assert len(await producer.take(4)) == 4
 
 
+@in_virtual_time
 async def test_what_breaks_the_producer_surfaces_before_any_queued_group() -> None:
     calls: list[int] = []
 
@@ -283,6 +293,7 @@ async def test_what_breaks_the_producer_surfaces_before_any_queued_group() -> No
     assert caught.group_contains(PluginError, match="gave no verdict")
 
 
+@in_virtual_time
 async def test_a_drain_finishes_what_runs_and_cuts_what_does_not_end() -> None:
     bench = Bench(lambda prompt, number: 0.05 if number < 8 else 60.0)
     producer = bench.producer()
@@ -296,11 +307,13 @@ async def test_a_drain_finishes_what_runs_and_cuts_what_does_not_end() -> None:
     assert len(asyncio.all_tasks()) == 1
 
 
+@in_virtual_time
 async def test_a_cancelled_take_puts_its_groups_back_in_order() -> None:
-    producer = Bench().producer()
+    producer = Bench(lambda prompt, number: 0.01 + number / 10_000).producer()  # groups end in the order they began in
     async with running(producer):
         taking = asyncio.create_task(producer.take(10_000))
         await asyncio.sleep(0.05)
+        assert producer.ledger.counts["taken"] > 0
         taking.cancel()
         await asyncio.gather(taking, return_exceptions=True)
         producer.check()
@@ -309,6 +322,7 @@ async def test_a_cancelled_take_puts_its_groups_back_in_order() -> None:
     assert numbers == sorted(numbers)
 
 
+@in_virtual_time
 @pytest.mark.parametrize("seed", range(4))
 async def test_books_add_up_whatever_fails_and_over_restarts(seed: int, tmp_path: Path) -> None:
     rng = random.Random(seed)

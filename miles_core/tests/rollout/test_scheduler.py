@@ -16,6 +16,7 @@ from miles_core.kinds.reward import Scored
 from miles_core.rollout.filters import nonzero_std
 from miles_core.rollout.scheduler import Collected, GroupFilter, collect
 from miles_core.testing.scripted_session import Answer, Asked
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.types import Group
 
 from .bench import Bench, drop, names, question
@@ -154,6 +155,7 @@ async def test_a_defect_in_a_task_surfaces_and_cancels_the_rest() -> None:
         await bench.collect()
 
 
+@in_virtual_time
 async def test_a_cancelled_step_leaves_nothing_behind() -> None:
     bench = Bench(lambda asked: Answer(hangs=True))
     task = asyncio.create_task(

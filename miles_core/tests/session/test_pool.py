@@ -13,6 +13,7 @@ from miles_core.kinds.engine import Chunk, GenerateRequest
 from miles_core.session.generation import Output, generate
 from miles_core.session.pool import EnginePool
 from miles_core.testing.scripted import ScriptedEngine
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.types import FinishReason, NamedTensor, SamplingParams, WeightBucket
 
 ANSWER = list(range(40, 52))
@@ -62,6 +63,7 @@ async def ask(pool: EnginePool, asked: GenerateRequest) -> Output:
         pool.close(asked.session_id)
 
 
+@in_virtual_time
 @pytest.mark.parametrize("after", range(1, 13))
 async def test_a_request_whose_engine_dies_goes_on_from_its_ids_with_the_right_spans(after: int) -> None:
     first, second = await at_version(3), await at_version(4)
@@ -99,6 +101,7 @@ class LosesItsLastWord(ScriptedEngine):
                 raise EngineLost("gone")
 
 
+@in_virtual_time
 @pytest.mark.parametrize(("limit", "reason"), [(50, FinishReason.STOP), (5, FinishReason.LENGTH)])
 async def test_a_request_that_had_all_its_tokens_only_gets_its_end(limit: int, reason: FinishReason) -> None:
     spare = await at_version(0)
@@ -108,6 +111,7 @@ async def test_a_request_that_had_all_its_tokens_only_gets_its_end(limit: int, r
     assert spare.requests == []
 
 
+@in_virtual_time
 async def test_an_engine_that_hangs_is_left_when_it_is_declared_lost() -> None:
     hung, spare = await at_version(0), await at_version(0)
     await hung.pause()
@@ -121,6 +125,7 @@ async def test_an_engine_that_hangs_is_left_when_it_is_declared_lost() -> None:
     assert hung.running == set(), "the request is still open at the engine that hangs"
 
 
+@in_virtual_time
 async def test_a_cancellation_from_outside_is_one_even_when_the_engine_is_lost_at_the_same_time() -> None:
     hung = await at_version(0)
     await hung.pause()
@@ -133,6 +138,7 @@ async def test_a_cancellation_from_outside_is_one_even_when_the_engine_is_lost_a
         await asking
 
 
+@in_virtual_time
 async def test_a_deadline_still_ends_a_request_that_moved() -> None:
     engines = [await at_version(0) for _ in range(2)]
     for engine in engines:
@@ -150,6 +156,7 @@ async def test_a_deadline_still_ends_a_request_that_moved() -> None:
         await asking
 
 
+@in_virtual_time
 async def test_requests_wait_while_every_engine_is_lost_and_go_on_at_the_one_that_comes_back() -> None:
     pool = EnginePool([await at_version(0)])
     pool.lose(0, "gone")
@@ -161,6 +168,7 @@ async def test_requests_wait_while_every_engine_is_lost_and_go_on_at_the_one_tha
     assert output.stretches[0][1] == 1
 
 
+@in_virtual_time
 async def test_new_sessions_avoid_lost_engines_and_old_ones_move_for_good() -> None:
     engines = [await at_version(0) for _ in range(3)]
     pool = EnginePool(engines)
@@ -178,6 +186,7 @@ async def test_new_sessions_avoid_lost_engines_and_old_ones_move_for_good() -> N
         pool.open("e")
 
 
+@in_virtual_time
 async def test_other_failures_of_an_engine_are_not_moved() -> None:
     pool = EnginePool([ScriptedEngine([EngineError("the logits are not finite")]), await at_version(0)])
     with pytest.raises(EngineError, match="not finite"):
@@ -185,6 +194,7 @@ async def test_other_failures_of_an_engine_are_not_moved() -> None:
     assert pool.lost() == {}
 
 
+@in_virtual_time
 async def test_logprobs_of_tokens_sampled_before_the_loss_are_kept() -> None:
     first = ScriptedEngine(continuing, logprob=lambda token, position: -0.25)
     second = ScriptedEngine(continuing, logprob=lambda token, position: -0.75)

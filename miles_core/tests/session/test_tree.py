@@ -23,6 +23,7 @@ from miles_core.session.generation import Output
 from miles_core.session.matching import strict
 from miles_core.session.refusals import StaleTurn, TooManyTurns, TurnCut
 from miles_core.session.tree import MAX_NODES, TreeSession
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import FinishReason, Message, SamplingParams, Status
 
@@ -102,6 +103,7 @@ async def test_of_two_roots_the_deeper_match_wins(tree: TreeSession, engine: Any
     assert tree.attach([U, Message(role="assistant", content="given"), U2, A2, U]) == (1, 4)
 
 
+@in_virtual_time
 async def test_turns_generated_at_once_become_siblings_and_sample_differently(
     tree: TreeSession, engine: Any, tokenizer: ChatTokenizer
 ) -> None:

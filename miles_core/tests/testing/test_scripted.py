@@ -11,6 +11,7 @@ import torch
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import Chunk, GenerateRequest
 from miles_core.testing.scripted import ScriptedEngine, scripted_logprob
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.types import FinishReason, NamedTensor, SamplingParams, WeightBucket
 
 
@@ -113,6 +114,7 @@ async def test_close_ends_requests_with_an_error() -> None:
         await anext(chunks)
 
 
+@in_virtual_time
 async def test_a_pause_that_aborts_ends_requests_with_what_they_have() -> None:
     engine = ScriptedEngine(lambda _: [4, 5, 6])
     chunks = engine.generate(request())

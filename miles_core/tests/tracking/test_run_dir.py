@@ -114,7 +114,7 @@ def test_a_second_process_is_refused_and_told_who_owns_the_run(run: RunDir) -> N
         "except Exception as error: print(error)\n"
     )
     said = subprocess.run(
-        [sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code, str(run.path)], capture_output=True, text=True, timeout=240, check=True
     )
     assert "in use" in said.stdout
     assert (run.path / "LOCK").read_text().strip() in said.stdout

@@ -15,6 +15,7 @@ from miles_core.errors import ContractError, EngineError, MilesError, TransportE
 from miles_core.kinds.engine import Engine, EngineContext
 from miles_core.kinds.transport import Staged
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
+from miles_core.testing.virtual_time import VirtualLoop, in_virtual_time
 from miles_core.types import NamedTensor, WeightManifest
 from miles_core.watch import waiters
 from miles_core.weights.digests import manifest
@@ -104,7 +105,7 @@ class FleetMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.loop = asyncio.new_event_loop()
+        self.loop = VirtualLoop()
         self.overlap = False
         self.fleet, self.transport, self.engines = self.run(
             fleet_of(2, timeout_s=0.05, proof=DeliveryProof(verify="always"))
@@ -222,6 +223,7 @@ TestFleet = FleetMachine.TestCase
 TestFleet.settings = settings(max_examples=25, stateful_step_count=12, deadline=None)
 
 
+@in_virtual_time
 async def test_the_second_of_two_publishers_waits_and_the_watch_names_both() -> None:
     fleet, transport, engines = await fleet_of(1)
     gate = asyncio.Event()
@@ -242,6 +244,7 @@ async def test_the_second_of_two_publishers_waits_and_the_watch_names_both() -> 
     assert waiters() == []
 
 
+@in_virtual_time
 async def test_a_newcomer_that_fails_is_left_out_and_named_and_the_members_get_the_version() -> None:
     fleet, _, engines = await fleet_of(2)
     await fleet.publish(0)
@@ -257,6 +260,7 @@ async def test_a_newcomer_that_fails_is_left_out_and_named_and_the_members_get_t
     assert await late.version() == 2
 
 
+@in_virtual_time
 async def test_an_engine_that_does_not_answer_is_named_after_the_time_out() -> None:
     fleet, _, engines = await fleet_of(2, timeout_s=0.05)
     engines[1].fault, engines[1].hangs = "pause", True
@@ -265,6 +269,7 @@ async def test_an_engine_that_does_not_answer_is_named_after_the_time_out() -> N
     assert engines[0].generating
 
 
+@in_virtual_time
 async def test_a_split_fleet_publishes_nothing_more() -> None:
     fleet, _, engines = await fleet_of(2)
     engines[0].fault = "activate"
@@ -276,12 +281,14 @@ async def test_a_split_fleet_publishes_nothing_more() -> None:
     assert not engines[1].generating
 
 
+@in_virtual_time
 async def test_joining_twice_is_a_mistake_that_is_told() -> None:
     fleet, _, engines = await fleet_of(1)
     with pytest.raises(TransportError, match="already"):
         fleet.join(engines[0])
 
 
+@in_virtual_time
 async def test_a_broken_proof_stops_every_engine() -> None:
     class Doubts:
         async def weights(self, engines: object, manifest: object) -> dict[str, float]:
@@ -297,6 +304,7 @@ async def test_a_broken_proof_stops_every_engine() -> None:
     assert not any(e.generating for e in engines)
 
 
+@in_virtual_time
 async def test_engines_that_stage_aside_are_paused_after_staging() -> None:
     fleet, transport, engines = await fleet_of(1, overlap=True)
     seen: list[bool] = []

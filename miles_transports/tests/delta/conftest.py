@@ -52,6 +52,7 @@ class World:
     encoding: Encoding = "xor"
     snapshot_every: int = 0
     keep: int = 2
+    visible_s: float = 60.0
     sources: list[DeltaSource] = field(default_factory=list)
     publication: Publication | None = None
 
@@ -67,7 +68,7 @@ class World:
             kind="xxh3-128",
             snapshot_every=self.snapshot_every,
             keep=self.keep,
-            visible_s=0.2,
+            visible_s=self.visible_s,
         )
 
     def connect(self, store: Store | None = None) -> None:
@@ -85,7 +86,7 @@ class World:
             world_size=world_size,
             encoding=self.encoding,
             kind="xxh3-128",
-            visible_s=0.2,
+            visible_s=self.visible_s,
         )
 
     def publish(self, version: int, tensors: Weights | None = None) -> Key:
@@ -103,8 +104,8 @@ class World:
         self.publication.collect()
         return key
 
-    def checkout(self, files: Files | None = None, local: Path | None = None) -> Checkout:
-        return Checkout(self.base, local or self.local, self.store, LINEAGE, timeout_s=0.3, files=files)
+    def checkout(self, files: Files | None = None, local: Path | None = None, timeout_s: float = 60.0) -> Checkout:
+        return Checkout(self.base, local or self.local, self.store, LINEAGE, timeout_s=timeout_s, files=files)
 
     def close(self) -> None:
         for source in self.sources:

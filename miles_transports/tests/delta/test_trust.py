@@ -139,7 +139,8 @@ def test_what_is_not_visible_yet_is_waited_for_and_not_for_ever(make: Callable[.
     store = LateStore(tmp_path / "late")
     world = make(store=store)
     assert holds(world.checkout().materialise(world.publish(0)), 0)
-    store.delay_s = 5
+    world.visible_s, store.delay_s = 0.2, 3600
+    world.start()
     with pytest.raises(TransportError, match=r"did not become visible within 0\.2 s"):
         world.publish(1)
 

@@ -147,7 +147,7 @@ def test_a_late_joiner_starts_from_a_full_snapshot_when_the_chain_is_gone(make: 
     assert left == [(5, False), (5, True), (6, False), (7, False)]
     assert holds(world.checkout().materialise(keys[-1]), 7)
     with pytest.raises(TransportError, match="did not become visible"):
-        world.checkout(local=world.local / "other").materialise(keys[2])
+        world.checkout(local=world.local / "other", timeout_s=0.3).materialise(keys[2])
 
 
 def test_without_snapshots_nothing_is_removed_since_the_chain_hangs_on_the_checkpoint(

@@ -13,7 +13,7 @@ from miles_transports.p2p.wire import Wire
 
 def main() -> None:
     buffer = torch.zeros(int(sys.argv[1]), dtype=torch.uint8)
-    wire = Wire("127.0.0.1", "tcp", "", timeout_s=2.0, retries=0)
+    wire = Wire("127.0.0.1", "tcp", "", timeout_s=60.0, retries=0)
     peer = wire.register(buffer)
     print(json.dumps([peer.endpoint, peer.address, peer.num_bytes]), flush=True)
     for line in sys.stdin:

@@ -22,7 +22,7 @@ from miles_transports.p2p.wire import Peer, Wire
 
 pytest.importorskip("mooncake.engine", reason="the transfer engine of mooncake-transfer-engine-non-cuda is absent")
 
-OPTIONS = P2pOptions(timeout_s=20.0, write_timeout_s=5.0, write_retries=1)
+OPTIONS = P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1)
 
 
 class TestP2p(TransportConformance):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
-import time
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -61,7 +61,7 @@ def other() -> Iterator[Other]:
 
 @pytest.fixture(scope="module")
 def wire() -> Iterator[Wire]:
-    opened = Wire("127.0.0.1", "tcp", "", timeout_s=2.0, retries=1)
+    opened = Wire("127.0.0.1", "tcp", "", timeout_s=60.0, retries=1)
     yield opened
     opened.close()
 
@@ -87,23 +87,23 @@ def test_a_killed_target_fails_the_write_and_is_named(wire: Wire, other: Other) 
     wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="warm")
     other.process.kill()
     other.process.wait()
-    before, began = wire.retried, time.monotonic()
+    before = wire.retried
     with pytest.raises(TransportError, match="bucket 7 to engine 2: the write failed") as caught:
         wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="bucket 7 to engine 2")
-    assert "to try 2" in str(caught.value)
+    assert re.search("return code -?[0-9]+ to try 2", str(caught.value)), "it was waited for"
     assert wire.retried == before + 1
-    assert time.monotonic() - began < 15
 
 
-def test_a_hung_target_fails_the_write_after_the_timeout(wire: Wire, other: Other) -> None:
+def test_a_hung_target_fails_the_write_after_the_timeout(
+    wire: Wire, other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wire, "_timeout_s", 1.0)
     data = noise(SIZE)
     wire.register(data)
     os.kill(other.process.pid, signal.SIGSTOP)
     try:
-        began = time.monotonic()
         with pytest.raises(TransportError, match="no answer to try 1"):
             wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="bucket 0")
-        assert time.monotonic() - began < 5
     finally:
         os.kill(other.process.pid, signal.SIGCONT)
 

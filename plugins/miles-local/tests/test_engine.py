@@ -115,7 +115,9 @@ async def test_a_waiting_request_can_be_aborted(model: Path) -> None:
     async with serving(model, max_batch_size=1) as engine:
         running = asyncio.create_task(answers(engine, [ask(PROMPT, name="running", max_tokens=20)]))
         queued = asyncio.create_task(answers(engine, [ask(PROMPT, name="queued", max_tokens=20)]))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while [(await engine.stats())[name] for name in ("running", "waiting")] != [1, 1]:  # noqa: ASYNC110
+                await asyncio.sleep(0)
         queued.cancel()
         await asyncio.gather(queued, return_exceptions=True)
         await running
@@ -167,9 +169,10 @@ async def test_who_waits_is_named_while_paused(model: Path) -> None:
     async with serving(model) as engine:
         await engine.pause()
         task = asyncio.create_task(answers(engine, [ask(PROMPT, name="r17", max_tokens=1)]))
-        await asyncio.sleep(0.01)
+        async with asyncio.timeout(60):
+            while "engine local 0 waits for resume" not in watch.describe():  # noqa: ASYNC110 - looks from outside
+                await asyncio.sleep(0.01)
         assert "request r17 waits for engine local 0" in watch.describe()
-        assert "engine local 0 waits for resume" in watch.describe()
         await engine.resume()
         await task
 

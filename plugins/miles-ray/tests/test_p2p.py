@@ -19,12 +19,12 @@ from miles_transports.p2p.transport import P2pTransport
 
 pytest.importorskip("mooncake.engine", reason="the transfer engine of mooncake-transfer-engine-non-cuda is absent")
 
-OPTIONS = RayOptions(num_cpus=2, object_store_mib=100, cpus_per_rank=0.1, cpus_per_engine=0.1, start_timeout_s=60.0)
+OPTIONS = RayOptions(num_cpus=2, object_store_mib=100, cpus_per_rank=0.1, cpus_per_engine=0.1, start_timeout_s=240.0)
 
 
 async def test_two_ranks_write_to_three_engines_and_a_killed_one_leaves_the_old_version_serving() -> None:
     executor = RayExecutor(OPTIONS)
-    transport = P2pTransport(P2pOptions(timeout_s=20.0, write_timeout_s=3.0, write_retries=1))
+    transport = P2pTransport(P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1))
     try:
         trainer = await executor.start_trainer(trainer_spec(world_size=2))
         engines = await executor.start_engines(engine_spec(count=3))

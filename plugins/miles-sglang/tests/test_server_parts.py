@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -182,17 +183,22 @@ class TestStaging:
 
 
 CHILDREN = (
-    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
-    "time.sleep(60)"
+    "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
+    "time.sleep(300)"
 )
 
 
 def _group(leader: int) -> list[int]:
-    return [p.pid for p in psutil.process_iter() if p.status() != psutil.STATUS_ZOMBIE and os.getpgid(p.pid) == leader]
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):  # some other process has just ended
+            if process.status() != psutil.STATUS_ZOMBIE and os.getpgid(process.pid) == leader:
+                found.append(process.pid)
+    return found
 
 
 def _eventually(condition: Any) -> bool:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         if condition():
             return True
@@ -220,7 +226,7 @@ class TestProcess:
                 "from miles_sglang.process import Guard, ServerProcess\n"
                 f"folders = [Path({str(scratch)!r})]\n"
                 f"kept = {'Guard(None, folders), 0' if attached else start}\n"
-                f"print({0 if attached else 'kept'}, flush=True); time.sleep(60)",
+                f"print({0 if attached else 'kept'}, flush=True); time.sleep(300)",
             ],
             stdout=subprocess.PIPE,
             text=True,

@@ -89,7 +89,7 @@ def test_a_start_that_fails_says_what_to_do(tmp_path: Path) -> None:
 
 def test_the_declaration_does_not_import_wandb() -> None:
     code = "import sys, miles_wandb.plugin, miles_wandb.options; assert 'wandb' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)
 
 
 @pytest.mark.skipif(not REAL, reason="wandb is not installed")

@@ -3,11 +3,12 @@
 from miles_core.options import BoundedBufferOptions
 from miles_core.rollout.buffer import BoundedBuffer
 from miles_core.testing.data_buffer import DataBufferConformance
+from miles_core.testing.virtual_time import in_virtual_time
 
 
+@in_virtual_time
 class Faulty(DataBufferConformance):
     capacity = 4
-    deadline_s = 0.3
 
     def make(self, context):
         return self.buffer(BoundedBufferOptions(), context)

@@ -7,6 +7,7 @@ from miles_core.errors import EngineError
 from miles_core.kinds.environment import EpisodeResult
 from miles_core.testing.environment import EnvironmentConformance
 from miles_core.testing.scripted_session import Answer
+from miles_core.testing.virtual_time import in_virtual_time
 from miles_core.types import FinishReason, Message, Prompt
 
 
@@ -29,9 +30,9 @@ class TwoTurns:
         pass
 
 
+@in_virtual_time
 class Faulty(EnvironmentConformance):
     provides = frozenset({"multi-turn"})
-    deadline_s = 0.5
 
     def make(self):
         return self.environment()

@@ -8,8 +8,6 @@ from miles_core.testing.executor import ExecutorConformance
 
 
 class Faulty(ExecutorConformance):
-    deadline_s = 5.0
-
     def make(self):
         return self.executor()
 

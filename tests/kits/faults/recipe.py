@@ -5,6 +5,7 @@ import contextlib
 from pathlib import Path
 
 from miles_core.testing.recipe import RecipeConformance
+from miles_core.testing.virtual_time import in_virtual_time
 
 
 class Sound:
@@ -14,9 +15,8 @@ class Sound:
         return 0
 
 
+@in_virtual_time
 class Faulty(RecipeConformance):
-    deadline_s = 2.0
-
     def make(self, tmp_path):
         return self.recipe()
 

@@ -11,7 +11,6 @@ in flight goes on, and a weight update does not wait for any of it, so a full bu
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -302,8 +301,9 @@ class Producer:
         self._draining = True
         self._notify()
         with watch.waiting("driver", on=f"{self.in_flight.level:.0f} trajectories to finish"):
-            deadline = time.monotonic() + timeout_s
-            while self._running and not task.done() and time.monotonic() < deadline:
+            clock = asyncio.get_running_loop().time
+            deadline = clock() + timeout_s
+            while self._running and not task.done() and clock() < deadline:
                 await asyncio.wait({task}, timeout=min(0.05, timeout_s))
         task.cancel()
         await asyncio.wait({task})

@@ -76,7 +76,7 @@ class DataBufferConformance:
     groups_per_step: ClassVar[int] = 2
     capacity: ClassVar[int]
     """Groups it holds when the context asks for batches of `groups_per_step`."""
-    deadline_s: ClassVar[float] = 5.0
+    deadline_s: ClassVar[float] = 60.0
 
     def make(self, context: BufferContext) -> DataBuffer:
         raise NotImplementedError

@@ -29,7 +29,7 @@ class EnvironmentConformance:
 
     provides: ClassVar[frozenset[str]] = frozenset()
     """The tags its capability declares; what is not declared is not tried."""
-    deadline_s = 10.0
+    deadline_s = 60.0
     """An episode over a scripted session that takes longer hangs."""
 
     def make(self) -> Environment:

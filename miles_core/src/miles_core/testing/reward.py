@@ -56,7 +56,7 @@ class RewardConformance:
     """``module:function``, or ``/absolute/file.py:function``."""
     options: ClassVar[Mapping[str, Any]] = {}
     """Keyword arguments of every call."""
-    deadline_s = 10.0
+    deadline_s = 60.0
     """For one answer, also an odd one."""
 
     def examples(self) -> Sequence[tuple[Scored, float | None]]:

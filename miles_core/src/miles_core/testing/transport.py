@@ -61,7 +61,7 @@ class Connected:
 class TransportConformance:
     """Subclass it and say how to make the transport."""
 
-    deadline_s = 30.0
+    deadline_s = 120.0
     """A publish that neither ends nor raises within it hangs."""
     model_path = ""
     """Checkpoint that trainer and engines started from, where the transport needs one; `write_example_checkpoint`

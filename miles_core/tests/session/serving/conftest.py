@@ -40,7 +40,7 @@ class Served:
     async def idle(self, key: str) -> None:
         """Wait until no request uses the session."""
         entry = self.store.get(key)
-        for _ in range(500):
+        for _ in range(6000):
             if not entry.running and not entry.users:
                 return
             await asyncio.sleep(0.01)
@@ -79,7 +79,7 @@ def serve(tokenizer: ChatTokenizer, engine: Any) -> Serve:
         settings.setdefault("sampling", SamplingParams(max_tokens=500))
         clocks = {} if clock is None else {"clock": clock}
         store = SessionStore(factory, ServerSettings(**settings), journal=journal, **clocks)
-        async with listening(store) as url, httpx.AsyncClient(base_url=url, timeout=20) as http:
+        async with listening(store) as url, httpx.AsyncClient(base_url=url, timeout=60) as http:
             yield Served(url, store, http)
 
     return run

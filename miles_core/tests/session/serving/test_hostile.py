@@ -14,7 +14,7 @@ OK = {"role": "assistant", "content": "ok"}
 
 
 async def until(holds: Callable[[], object]) -> None:
-    for _ in range(1000):
+    for _ in range(6000):
         if holds():
             return
         await asyncio.sleep(0.01)

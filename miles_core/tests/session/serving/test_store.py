@@ -24,7 +24,7 @@ class Clock:
 
 
 async def started(engine: Any, count: int) -> None:
-    for _ in range(500):
+    for _ in range(6000):
         if len(engine.requests) >= count:
             return
         await asyncio.sleep(0.01)
@@ -50,7 +50,7 @@ async def test_the_official_client_repeats_a_conflict_by_itself(serve: Any, engi
         key = await served.create()
         first = asyncio.create_task(served.chat(key, [U]))
         await started(engine, 1)
-        agent = openai.AsyncOpenAI(base_url=f"{served.url}/sessions/{key}/v1", api_key="none", max_retries=4)
+        agent = openai.AsyncOpenAI(base_url=f"{served.url}/sessions/{key}/v1", api_key="none", max_retries=10)
         messages: Any = [U, OK, U]
         second = asyncio.create_task(agent.chat.completions.create(model="m", messages=messages))
         await asyncio.sleep(0.05)
