@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from .test_chaos import CHAOS, Fire, check_nothing_lost, check_versions, ended, replaced, started
+from .test_chaos import CHAOS, Fire, check_nothing_lost, check_versions, ended, newcomers, started
 
 if TYPE_CHECKING:
     from .conftest import Workspace
@@ -36,9 +36,9 @@ def test_who_takes_its_place_serves_from_the_published_version_on(workspace: Wor
         fire.a_step()
         fire.a_step()
         assert fire.strike("engine", signal.SIGKILL), "the run ended before anything could happen to it"
-        fire.wait_for(lambda: replaced(workspace) > 0)
+        fire.wait_for(lambda: bool(newcomers(workspace)))
         ended(workspace, run, 0)
-    assert replaced(workspace) == 1
+    assert newcomers(workspace)
     check_versions(workspace)
     if transport != "cuda-ipc":
         check_nothing_lost(workspace, STEPS, 2, 3)

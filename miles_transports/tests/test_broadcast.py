@@ -129,6 +129,53 @@ async def test_a_receiver_that_dies_inside_the_collective_does_not_hang_the_send
         assert "engine 0: the process is gone" in str(error)
 
 
+@pytest.mark.parametrize("taken", [0, 1])
+async def test_who_leaves_before_a_collective_that_it_was_ready_for_holds_nobody_up(taken: int) -> None:
+    """Before the group is made, or before a block that the trainer has sent already."""
+    kit = TestBroadcast()
+    async with kit.connected(options=RecordingOptions(fail_export_at=2, fail_version=0)) as connected:
+        engine = connected.engines[1]
+        receiver = engine._receiver
+        assert isinstance(receiver, BroadcastReceiver)
+        meeting = receiver._party.meeting
+
+        def leave(version: int) -> NoReturn:
+            attempt = meeting.attempt()
+            buckets = receiver.receive(version)
+            for _ in range(taken):
+                next(buckets)
+            if not taken:
+                receiver._ready(attempt, 0)
+            meeting.wait(attempt, [f"{attempt}/{taken}/layout"], missing="layout")
+            if taken:
+                meeting.wait(attempt, ["what nobody tells"], missing="the end")
+            raise EngineError("it left")
+
+        async def leaves(version: int) -> NoReturn:
+            await asyncio.to_thread(leave, version)
+            raise AssertionError
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(engine, "receive", leaves)
+            await kit.refused(connected, 0)
+        await kit._next_version_arrives(connected, 1)
+
+
+def test_who_gives_up_late_ends_its_own_attempt_and_not_the_next() -> None:
+    driver, address = Meeting.host("127.0.0.1", 60.0, 1)
+    late = Meeting.join(address, "trainer")
+    driver.tell("attempt", 1)
+    assert late.attempt() == 1
+    driver.end(1, "the publish was cancelled")
+    driver.tell("attempt", 2)
+    late.give_up("it took too long")
+    driver.raise_if_over(2)
+    late.attempt()
+    late.give_up("no memory")
+    with pytest.raises(TransportError, match="no memory"):
+        driver.raise_if_over(2)
+
+
 def test_a_driver_that_cannot_be_reached_is_an_error_with_the_remedy() -> None:
     with socket.socket() as taken:  # bound, so that nobody else gets the port, but never listening
         taken.bind(("127.0.0.1", 0))

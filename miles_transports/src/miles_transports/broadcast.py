@@ -43,21 +43,29 @@ class _Party:
         self._device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self.meeting.tell(f"device/{self.name}", _device_id(self._device))
 
-    def group(self) -> BroadcastGroup:
+    def group(self, attempt: int) -> BroadcastGroup:
         generation = cast(int, self.meeting.told("generation"))
         if self._group is None or self._group.generation != generation:
+            self.leave_group()
             wire = cast(Wire, self.meeting.told("wire"))
-            device = torch.device("cpu") if wire == "gloo" or self._device is None else self._device
             self._group = BroadcastGroup(
-                self.meeting, self._address, rank=self._rank, device=device, generation=generation
+                self.meeting,
+                self._address,
+                rank=self._rank,
+                device=torch.device("cpu") if wire == "gloo" or self._device is None else self._device,
+                generation=generation,
+                check=lambda: self.meeting.raise_if_over(attempt),
             )
         return self._group
 
+    def leave_group(self) -> None:
+        group, self._group = self._group, None
+        if group is not None:
+            group.abandon()
+
     def close(self) -> None:
         self.meeting.leave()
-        if self._group is not None:
-            self._group.abandon()
-            self._group = None
+        self.leave_group()
 
 
 class BroadcastSender:
@@ -67,33 +75,34 @@ class BroadcastSender:
         self._party = _Party(address, 0)
         self._engines = [f"engine {index}" for index in range(address.num_engines)]
         self._blocks: dict[int, torch.Tensor] = {}
+        self._attempt = 0
         self._travelling: tuple[BroadcastGroup, Travelling] | None = None
         self._read: list[str] = []  # keys of this version, for the next one to remove
 
     def send(self, bucket: WeightBucket) -> None:
-        meeting = self._party.meeting
-        attempt, layout = meeting.attempt(), layout_of(bucket)
+        meeting, layout = self._party.meeting, layout_of(bucket)
         if bucket.index == 0:
+            self._attempt = meeting.attempt()
             self._travelling = None  # what an attempt that was given up had under way, with its group
             stale, self._read = self._read, []
-            self._announce(attempt, layout)
+            self._announce(layout)
             meeting.forget(stale)  # whoever is ready for another version has read all of the one before
-        group = self._party.group()  # building one waits for all, and the first bucket has found all there
+        group = self._party.group(self._attempt)  # building one waits for all, and the first bucket has found all there
         block = self._block(bucket.index, layout.num_bytes, group.device)
         fill(block, bucket, layout)  # while the bucket before this one travels
-        self._arrive(attempt, bucket)
+        self._arrive(bucket)
         if bucket.index > 0:
-            self._announce(attempt, layout)
+            self._announce(layout)
         self._travelling = group, group.start(block)
         if bucket.last:
-            self._arrive(attempt, bucket)
+            self._arrive(bucket)
 
-    def _announce(self, attempt: int, layout: Layout) -> None:
+    def _announce(self, layout: Layout) -> None:
         """Once all engines are ready for a bucket's collective, say what comes."""
-        prefix, which = f"{attempt}/{layout.index}", f"bucket {layout.index} of version {layout.version}"
+        prefix, which = f"{self._attempt}/{layout.index}", f"bucket {layout.index} of version {layout.version}"
         keys = [f"{prefix}/ready/{engine}" for engine in self._engines]
         with waiting("trainer", on=f"the engines to be ready for {which}"):
-            self._party.meeting.wait(attempt, keys, missing=f"readiness for {which}")
+            self._party.meeting.wait(self._attempt, keys, missing=f"readiness for {which}")
         self._party.meeting.tell(f"{prefix}/layout", layout.to_json())
         self._read += [*keys, f"{prefix}/layout"]
 
@@ -104,15 +113,16 @@ class BroadcastSender:
             block = self._blocks[index % 2] = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         return block[:num_bytes]
 
-    def _arrive(self, attempt: int, bucket: WeightBucket) -> None:
+    def _arrive(self, bucket: WeightBucket) -> None:
         if self._travelling is not None:
             (group, travelling), self._travelling = self._travelling, None
             with waiting("trainer", on=f"the broadcast up to bucket {bucket.index} of version {bucket.version}"):
-                group.finish(travelling, lambda: self._party.meeting.raise_if_over(attempt))
+                group.finish(travelling, lambda: self._party.meeting.raise_if_over(self._attempt))
 
     def abort(self, reason: str) -> None:
-        meeting = self._party.meeting
-        meeting.end(meeting.attempt(), f"the trainer gave up: {reason}")
+        self._party.meeting.give_up(f"the trainer gave up: {reason}")
+        self._travelling = None
+        self._party.leave_group()
 
     def close(self) -> None:
         self._party.close()
@@ -126,26 +136,34 @@ class BroadcastReceiver:
         self._memory = Recycled()
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        meeting = self._party.meeting
-        attempt = meeting.attempt()
-        index, complete = 0, False
+        attempt = self._party.meeting.attempt()
         self._ready(attempt, 0)
-        while not complete:
-            with waiting(self._party.name, on=f"the trainer's bucket {index} of version {version}"):
-                meeting.wait(attempt, [f"{attempt}/{index}/layout"], missing=f"bucket {index} of version {version}")
-            layout = Layout.from_json(cast(str, meeting.told(f"{attempt}/{index}/layout")))
-            group = self._party.group()
-            block = self._memory.take(layout.num_bytes, group.device)
-            group.broadcast(block, lambda: meeting.raise_if_over(attempt))
-            if layout.version != version:
-                raise TransportError(
-                    "another version arrived", expected=f"version {version}", found=f"version {layout.version}"
-                )
-            index, complete = index + 1, layout.last
+        index, complete = 0, False
+        try:
+            while not complete:
+                layout, block = self._next(attempt, version, index)
+                index, complete = index + 1, layout.last
+                if not complete:
+                    self._ready(attempt, index)
+                yield unpack(block, layout)
+                del block  # its memory may be the next bucket's, where the caller has let go of it too
+        finally:
             if not complete:
-                self._ready(attempt, index)
-            yield unpack(block, layout)
-            del block  # its memory may be the next bucket's, where the caller has let go of it too
+                self._party.leave_group()  # a block may be under way to here, and the trainer's end waits for it
+
+    def _next(self, attempt: int, version: int, index: int) -> tuple[Layout, torch.Tensor]:
+        meeting = self._party.meeting
+        with waiting(self._party.name, on=f"the trainer's bucket {index} of version {version}"):
+            meeting.wait(attempt, [f"{attempt}/{index}/layout"], missing=f"bucket {index} of version {version}")
+        layout = Layout.from_json(cast(str, meeting.told(f"{attempt}/{index}/layout")))
+        if layout.version != version:
+            raise TransportError(
+                "another version arrived", expected=f"version {version}", found=f"version {layout.version}"
+            )
+        group = self._party.group(attempt)
+        block = self._memory.take(layout.num_bytes, group.device)
+        group.broadcast(block, lambda: meeting.raise_if_over(attempt))
+        return layout, block
 
     def _ready(self, attempt: int, index: int) -> None:
         self._party.meeting.tell(f"{attempt}/{index}/ready/{self._party.name}", True)

@@ -101,7 +101,7 @@ class CudaIpcSender:
         return {"wire_bytes": float(self._sent)}
 
     def abort(self, reason: str) -> None:
-        self._meeting.end(self._meeting.attempt(), f"{self._name} gave up: {reason}")
+        self._meeting.give_up(f"{self._name} gave up: {reason}")
 
     def close(self) -> None:
         self._meeting.leave()

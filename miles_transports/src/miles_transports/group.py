@@ -6,7 +6,8 @@ both. So the backends are built directly over the meeting point's store and regi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Literal, NamedTuple, Protocol, cast
 
@@ -40,16 +41,29 @@ class BroadcastGroup:
     Args:
         device: Where blocks lie; a GPU of this party's own is reached through NCCL, the CPU through gloo.
         generation: Groups of one meeting are told apart by it; a broken one is replaced by the next.
+        check: Called while waiting for the others to come together; raises when that has become pointless.
     """
 
-    def __init__(self, meeting: Meeting, address: Address, *, rank: int, device: torch.device, generation: int) -> None:
+    def __init__(
+        self,
+        meeting: Meeting,
+        address: Address,
+        *,
+        rank: int,
+        device: torch.device,
+        generation: int,
+        check: Callable[[], None],
+    ) -> None:
         self.generation = generation
         self.device = device
         timeout = timedelta(seconds=address.timeout_s)
-        store = PrefixStore(f"group/{generation}", meeting.store)
         size = address.num_engines + 1
+
+        # NCCL asks the store from threads of its own. torch does not keep a Python object behind a store alive.
+        self._asked = meeting.store if device.type == "cuda" else _Store(meeting, check)
+        store = PrefixStore(f"group/{generation}", self._asked)
         try:
-            self._backend = cast(_Broadcasts, _make(store, rank, size, device, timeout, address))
+            self._backend: _Broadcasts | None = cast(_Broadcasts, _make(store, rank, size, device, timeout, address))
         except RuntimeError as error:
             raise TransportError(
                 f"the {device.type} group of {size} parties did not come together", found=str(error).splitlines()[0]
@@ -66,6 +80,7 @@ class BroadcastGroup:
         try:
             if block.is_cuda:
                 torch.cuda.set_device(self.device)  # NCCL works on the calling thread's current device
+            assert self._backend is not None, "the group was abandoned"
             return Travelling(block, self._backend.broadcast([block], options))
         except RuntimeError as error:
             raise self._vanished(error) from error
@@ -98,8 +113,40 @@ class BroadcastGroup:
         return TransportError("a party of the broadcast vanished", found=str(error).splitlines()[0])
 
     def abandon(self) -> None:
-        """Close the connections, so that the others notice at once."""
-        self._backend.abort()
+        """Close the connections, so that the others notice; the group is of no use any more. Idempotent.
+
+        Not in this thread: gloo first waits for what is under way, and that may be a block for somebody who has left
+        and whose own connections close a moment later.
+        """
+        doomed = [self._backend]
+        self._backend = None
+
+        def end() -> None:
+            if (backend := doomed.pop()) is not None:
+                backend.abort()
+
+        threading.Thread(target=end, name="broadcast-group-end").start()
+
+
+class _Store(dist.Store):  # type: ignore[misc, name-defined]  # public, but torch lists no exports
+    """The meeting's store as gloo asks it while a group is made. The store's own wait hears nothing of a publish that
+    is over, and parties that have left for it never come."""
+
+    def __init__(self, meeting: Meeting, check: Callable[[], None]) -> None:
+        super().__init__()
+        self._store, self._check = meeting.store, check
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(key)
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        pauses = Pauses(self._check)
+        while not self._store.check(list(keys)):
+            pauses.next()
 
 
 def _make(

@@ -65,6 +65,7 @@ class Meeting:
         self.store = store
         self._timeout_s = timeout_s
         self._left = False
+        self._mine = 0
 
     @staticmethod
     def host(host: str, timeout_s: float, num_engines: int) -> tuple[Meeting, Address]:
@@ -109,8 +110,13 @@ class Meeting:
         return Meeting(store, address.timeout_s * patience)
 
     def attempt(self) -> int:
-        """Number of the publish in progress, or of the last one."""
-        return int(self.store.get("attempt"))
+        """Number of the publish in progress, or of the last one; from now on the one that `give_up` ends."""
+        self._mine = int(self.store.get("attempt"))
+        return self._mine
+
+    def give_up(self, reason: str) -> None:
+        """End the attempt that this party takes part in. It may be late, and another in progress by now."""
+        self.end(self._mine, reason)
 
     def end(self, attempt: int, reason: str) -> None:
         """End an attempt for everybody; the first reason stays."""

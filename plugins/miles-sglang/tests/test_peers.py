@@ -244,6 +244,7 @@ async def test_what_is_no_sglang_is_told(peer: Peer, model: Path, tmp_path: Path
 async def test_an_update_that_is_never_answered_ends(peer: Peer, model: Path, tmp_path: Path) -> None:
     async with attached(peer, model, tmp_path, health_interval_s=20, restarts=1) as engine:
         engine._server.client._patience_s = 0.5
+        engine._server._options = engine._server._options.model_copy(update={"start_timeout_s": 0.5})
         peer.silent = {"/update_weights_from_disk"}
         with pytest.raises(EngineError, match=r"could not be brought back(?s:.*)was not answered"):
             await engine._swap(tmp_path, 0)

@@ -174,7 +174,13 @@ class DataBufferConformance:
             await bench.put(number, reward=float(number % 5 > 0))
 
         wanted = [number for number in numbers if number % 5]
+
+        async def full() -> None:
+            while bench.buffer.metrics()["size"] < self.capacity:  # noqa: ASYNC110 - a test looks from outside
+                await asyncio.sleep(0.001)
+
         putting = asyncio.gather(*(put(number) for number in numbers))
+        await self._soon(full(), "many puts do not fill the buffer")
         found = [(await self._soon(bench.buffer.get(), "groups are missing")).number for _ in wanted]
         await putting
         assert sorted(found) == wanted

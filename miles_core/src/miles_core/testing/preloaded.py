@@ -82,7 +82,7 @@ def run(arguments: Sequence[str], timeout_s: float, **variables: str) -> subproc
     """
     with tempfile.TemporaryDirectory() as folder:
         output, errors = Path(folder, "output"), Path(folder, "errors")
-        process = start(arguments, str(output), str(errors), **variables)
+        process = start(arguments, str(output), str(errors), None, **variables)
         process.join(timeout_s)
         late = process.exitcode is None
         if late:

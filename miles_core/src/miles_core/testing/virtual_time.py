@@ -27,7 +27,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual
 
-    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:
+    def run_in_executor(self, executor: Any, func: Any, *args: Any) -> Any:  # type: ignore[override]
         job = super().run_in_executor(executor, func, *args)
         self._jobs += 1
         job.add_done_callback(self._job_ended)

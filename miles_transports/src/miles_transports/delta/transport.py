@@ -73,7 +73,7 @@ class DeltaSender:
         return figures
 
     def abort(self, reason: str) -> None:
-        self._meeting.end(self._meeting.attempt(), f"trainer rank {self._rank} gave up: {reason}")
+        self._meeting.give_up(f"trainer rank {self._rank} gave up: {reason}")
 
     def close(self) -> None:
         self._meeting.leave()

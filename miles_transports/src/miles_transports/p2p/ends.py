@@ -82,15 +82,17 @@ class P2pSender:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="p2p-last-target")
         self._staging = [_NOTHING] * STAGING
         self._state = _SenderState(generation=0)
+        self._attempt = 0
         self._stale_keys: list[str] = []
 
     def send(self, bucket: WeightBucket) -> None:
         if self._wire is None:
             return
         meeting = self._meeting
-        attempt = meeting.attempt()
         if bucket.index == 0:
-            self._begin(attempt)
+            self._attempt = meeting.attempt()
+            self._begin(self._attempt)
+        attempt = self._attempt
         meeting.raise_if_over(attempt)
         last = self._targets[-1]
         for rank, same_layout in groupby(self._targets, key=lambda target: target.rank):
@@ -120,7 +122,7 @@ class P2pSender:
         }
 
     def abort(self, reason: str) -> None:
-        self._meeting.end(self._meeting.attempt(), f"the trainer gave up: {reason}")
+        self._meeting.give_up(f"the trainer gave up: {reason}")
 
     def close(self) -> None:
         self._meeting.leave()
