@@ -233,7 +233,9 @@ TREES = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(
     sections=st.dictionaries(st.sampled_from([*RunSpec.model_fields, "x"]), TREES, max_size=5),
     path=st.sampled_from([*translate.known_paths(RunSpec)]),
