@@ -96,7 +96,7 @@ async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[st
         if run.save_due(step):
             await stages.save(run, step, metrics)
         if stages.publish_due(run, step):
-            await stages.publish(run, run.version + 1)
+            await stages.publish(run)
             producer.published()
         idle = waited / max(time.monotonic() - began, 1e-9)
         run.recorder.timings({**producer.gauges(collected.groups), "async/trainer_idle_fraction": idle})

@@ -37,7 +37,7 @@ async def train(run: Run) -> None:
         if run.save_due(step):
             await stages.save(run, step, metrics)
         if stages.publish_due(run, step):
-            await stages.publish(run, run.version + 1)
+            await stages.publish(run)
         await stages.finish_step(run, step, metrics)
         if run.stop.requested or following is None:
             await stages.save(run, step, metrics)  # does nothing when this step is saved already

@@ -239,8 +239,7 @@ async def update(run: Run, version: int) -> PublishReport:
         for _ in range(len(run.engines)):
             try:
                 report = await run.fleet.publish(version, mode=mode)
-                run.version, run.published_step = version, run.trained_step
-                published(run, report)
+                note_published(run, version, report)
                 return report
             except MilesError as error:
                 if (lost := trainer_lost(error)) is not None:
@@ -252,10 +251,11 @@ async def update(run: Run, version: int) -> PublishReport:
         run.publishing = False
 
 
-def published(run: Run, report: PublishReport) -> None:
-    """Say that a version is served, whatever it was published for."""
+def note_published(run: Run, version: int, report: PublishReport) -> None:
+    """Remember, and record as an event, that every engine now serves the trainer's weights as `version`."""
+    run.version, run.published_step = version, run.trained_step
     facts = {"tensors": report.num_tensors, "bytes": report.num_bytes}
-    run.recorder.event("publish", version=run.version, step=run.published_step, **facts)
+    run.recorder.event("publish", version=version, step=run.published_step, **facts)
 
 
 async def _leave_dead(run: Run, timeout_s: float) -> bool:

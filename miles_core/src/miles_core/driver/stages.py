@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from miles_core import batching
 from miles_core.config.checks_async import uncorrected
@@ -61,20 +61,35 @@ async def learn(run: Run, collected: Collected, step: int, *, max_staleness: int
     return {**collected.stats, **contract_metrics, **metrics}
 
 
-async def publish(run: Run, version: int, *, first: bool = False) -> None:
-    """Make the trainer's weights `version` on every engine, replaced ones included."""
-    report: PublishReport | None
+async def publish_first(run: Run) -> None:
+    """Give the engines the trainer's weights before the first step.
+
+    A checkpoint that was written after its step was published holds the weights of the version it names, so they are
+    published under that number again. In every other case they become the next version.
+    """
+    version = run.version if run.published_step == run.start_step else run.version + 1
+    await _publish(run, version, _publish_over_noise if run.spec.check_weight_update_equal else recovery.publish)
+
+
+async def publish(run: Run) -> None:
+    """Make the trainer's weights the next version on every engine, replaced ones included."""
+    await _publish(run, run.version + 1, recovery.publish)
+
+
+async def _publish(run: Run, version: int, how: Callable[[Run, int], Awaitable[PublishReport | None]]) -> None:
     with run.recorder.phase("publish"), waiting("driver", on=f"publishing weight version {version}"):
-        if first and run.spec.check_weight_update_equal:
-            report = await check_weight_update_equal(run.fleet.publish, run.engines, version, seed=run.spec.seed)
-            run.version, run.published_step = version, run.trained_step
-            recovery.published(run, report)
-            run.recorder.event("weights_equal", version=version, tensors=report.num_tensors)
-        else:
-            report = await recovery.publish(run, version)
+        report = await how(run, version)
     if report is not None:
         run.recorder.timings(report.figures)
     progress()
+
+
+async def _publish_over_noise(run: Run, version: int) -> PublishReport:
+    """Publish to engines whose weights were overwritten with noise, and compare every tensor."""
+    report = await check_weight_update_equal(run.fleet.publish, run.engines, version, seed=run.spec.seed)
+    recovery.note_published(run, version, report)
+    run.recorder.event("weights_equal", version=version, tensors=report.num_tensors)
+    return report
 
 
 def publish_due(run: Run, step: int) -> bool:
@@ -82,13 +97,6 @@ def publish_due(run: Run, step: int) -> bool:
     that of the step it stands at."""
     every = run.spec.schedule.update_weights_interval
     return step % every == 0 or step == run.last_step or run.eval_here(step)
-
-
-async def publish_first(run: Run) -> None:
-    """Give the engines the trainer's weights before the first step: under the version they had when the checkpoint was
-    written, or the next one where the trainer had moved on since."""
-    version = run.version if run.published_step == run.start_step else run.version + 1
-    await publish(run, version, first=True)
 
 
 async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:

@@ -19,14 +19,14 @@ async def train(run: Run) -> None:
         RunError: there is no step left to do.
     """
     start = stages.first_step(run)
-    await stages.publish(run, start, first=True)  # engines hold the trainer's weights before the first step
+    await stages.publish_first(run)
     await stages.finish_step(run, start, run.resumed_metrics)
     for step in range(start + 1, run.last_step + 1):
         collected = await attend(run, stages.collect_batch(run, step))
         metrics = await stages.learn(run, collected, step, max_staleness=0)
         if run.save_due(step):
             await stages.save(run, step, metrics)
-        await stages.publish(run, step)
+        await stages.publish(run)
         await stages.finish_step(run, step, metrics)
         if run.stop.requested:
             await stages.save(run, step, metrics)  # does nothing when this step is saved already
