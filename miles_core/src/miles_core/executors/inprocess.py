@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 from miles_core.errors import ConfigError, EngineError, RunError
 from miles_core.executors.rank import RankHost, device_of, located
 from miles_core.kinds.backend import RouteCounts, StepMetrics
-from miles_core.kinds.engine import Engine, EngineContext
+from miles_core.kinds.engine import Engine
 from miles_core.kinds.executor import EngineSpec, TrainerSpec
 from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.registry import load_target
@@ -152,7 +152,7 @@ class InProcessExecutor:
 
     async def _start_engine(self, spec: EngineSpec, index: int, started: list[Engine]) -> None:
         with located(f"engine {index}", "starting the engine", EngineError):
-            engine: Engine = load_target(spec.load)(spec.options, self._context(spec, index))
+            engine: Engine = load_target(spec.load)(spec.options, spec.context(index, device=device_of(spec.device)))
             started.append(engine)
             with waiting("driver", on=f"engine {index}: start"):
                 await engine.start()
@@ -195,19 +195,6 @@ class InProcessExecutor:
         finally:
             if trainer is not None:
                 await trainer.close()
-
-    @staticmethod
-    def _context(spec: EngineSpec, index: int) -> EngineContext:
-        return EngineContext(
-            model_path=spec.model_path,
-            context_length=spec.context_length,
-            device=device_of(spec.device),
-            seed=spec.seed,
-            index=index,
-            routes=spec.routes,
-            true_on_policy=spec.true_on_policy,
-            log_dir=spec.log_dir,
-        )
 
 
 async def _close_all(engines: Sequence[Engine]) -> None:

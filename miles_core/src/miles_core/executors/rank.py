@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from miles_core.errors import MilesError, RunError, TransportError
-from miles_core.kinds.backend import Backend, BackendContext
+from miles_core.kinds.backend import Backend
 from miles_core.kinds.executor import TrainerSpec
 from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.registry import load_target
@@ -73,19 +73,7 @@ class RankHost:
         self._rank, self._world_size = rank, spec.world_size
         self._sender: Sender | None = None
         self._shared: SharedSender | None = None
-        context = BackendContext(
-            model_path=spec.model_path,
-            device=device,
-            rank=rank,
-            world_size=spec.world_size,
-            seed=spec.seed,
-            optimizer=spec.optimizer,
-            loss=spec.loss,
-            reference=spec.reference,
-            routes=spec.routes,
-            true_on_policy=spec.true_on_policy,
-            architecture=spec.architecture,
-        )
+        context = spec.context(rank, device=device)
         with located(self.where, "starting the backend"):
             self._backend: Backend = load_target(spec.load)(spec.options, context)
 

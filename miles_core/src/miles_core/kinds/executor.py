@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-from miles_core.kinds.backend import LossSettings, OptimizerSettings, RouteCounts, StepMetrics
-from miles_core.kinds.engine import Engine
+from miles_core.kinds.backend import BackendContext, LossSettings, OptimizerSettings, RouteCounts, StepMetrics
+from miles_core.kinds.engine import Engine, EngineContext
 from miles_core.kinds.transport import WeightSource
 from miles_core.types import Float32, RouteMode, TrainBatch
 
@@ -33,6 +33,22 @@ class TrainerSpec:
     architecture: str | None = None
     """See `BackendContext.architecture`."""
 
+    def context(self, rank: int, *, device: str) -> BackendContext:
+        """What the backend of one rank is created with; `device` is ``cpu`` or ``cuda:<index>``."""
+        return BackendContext(
+            model_path=self.model_path,
+            device=device,
+            rank=rank,
+            world_size=self.world_size,
+            seed=self.seed,
+            optimizer=self.optimizer,
+            loss=self.loss,
+            reference=self.reference,
+            routes=self.routes,
+            true_on_policy=self.true_on_policy,
+            architecture=self.architecture,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
@@ -46,6 +62,19 @@ class EngineSpec:
     routes: bool = False
     true_on_policy: bool = False
     log_dir: str | None = None
+
+    def context(self, index: int, *, device: str) -> EngineContext:
+        """What engine number `index` is created with; `device` is ``cpu`` or ``cuda:<index>``."""
+        return EngineContext(
+            model_path=self.model_path,
+            context_length=self.context_length,
+            device=device,
+            seed=self.seed,
+            index=index,
+            routes=self.routes,
+            true_on_policy=self.true_on_policy,
+            log_dir=self.log_dir,
+        )
 
 
 class Trainer(WeightSource, Protocol):

@@ -14,7 +14,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from miles_core.errors import EngineError, EngineLost, RunError
 from miles_core.executors.rank import device_of
-from miles_core.kinds.engine import Engine, EngineContext
+from miles_core.kinds.engine import Engine
 from miles_core.kinds.executor import EngineSpec, TrainerSpec
 from miles_core.watch import progress, waiting
 from miles_ray.actors import EngineActor, Process, RankActor
@@ -125,16 +125,7 @@ class RayExecutor:
         await self._ask_where([actor for _, actor in actors], names, EngineLost)
         starts = []
         for index, actor in actors:
-            context = EngineContext(
-                model_path=spec.model_path,
-                context_length=spec.context_length,
-                device=device_of(spec.device),
-                seed=spec.seed,
-                index=index,
-                routes=spec.routes,
-                true_on_policy=spec.true_on_policy,
-                log_dir=spec.log_dir,
-            )
+            context = spec.context(index, device=device_of(spec.device))
             starts.append(actor.start.remote(spec.load, spec.options, context))
         await self._start(names, starts, EngineLost)
 
