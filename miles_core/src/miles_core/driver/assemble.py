@@ -18,6 +18,7 @@ from miles_core.data.source import PromptSet, build_prompts
 from miles_core.driver import checkpoint, recovery
 from miles_core.driver.eval_fleet import FleetScorer
 from miles_core.driver.eval_function import FunctionScorer
+from miles_core.driver.families import pick_family
 from miles_core.driver.late_eval import LateEvaluations, Scorer
 from miles_core.driver.recorder import Recorder
 from miles_core.driver.run import Learning, Run
@@ -35,11 +36,10 @@ from miles_core.rollout.first_failures import FirstFailures
 from miles_core.rollout.rewards import RewardPool, reward_specs
 from miles_core.rollout.scheduler import GroupFilter
 from miles_core.session.assembly import assemble_attempt
-from miles_core.session.factory import SessionFactory, choose_family
+from miles_core.session.factory import SessionFactory
 from miles_core.session.leaves import PICKERS
 from miles_core.session.matching import warning_of
 from miles_core.session.pool import EnginePool
-from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
 from miles_core.user_function import function_target
@@ -66,7 +66,7 @@ async def open_run(
         eval_prompts: Sequence[Prompt] = ()
         if spec.eval.every_steps is not None:
             eval_prompts = _prompts(resolved, environment, "eval", recorder)
-        family = pick_family(resolved, registry, recorder)
+        family = pick_family(resolved, registry, warn=functools.partial(recorder.alarm, 0))
         model = read_model_folder(Path(spec.model.path))
         found = _checkpoint(directory, recorder) if resume else None
 
@@ -80,7 +80,7 @@ async def open_run(
         with recorder.phase("start"), waiting("driver", on="the trainer and the engines to start"):
             trainer = await executor.start_trainer(trainer_spec(resolved, device))
             engines = list(await executor.start_engines(engine_spec(resolved, device, directory.logs)))
-            pool = EnginePool(engines)
+        pool = EnginePool(engines)
         recorder.event("placed", **await executor.describe())
         transport: Transport = make(resolved, "transport")
         stack.push_async_callback(transport.close)
@@ -113,10 +113,8 @@ async def open_run(
         stack.push_async_callback(recovery.end_restarts, run)
         if found is not None:
             await _restore(run, found)
-        beyond = run.start_step - run.last_step
         late = spec.eval.every_steps is not None and spec.eval.on != "shared"
-        scored = not _open_evaluations(run, wanted=late)
-        run.complete = beyond > 0 or (beyond == 0 and directory.last_step() == run.last_step and scored)
+        run.complete = _is_complete(run, scored=not _open_evaluations(run, wanted=late))
         if resume and not run.complete:
             directory.keep_steps_before(run.start_step)
         if late and not run.complete:
@@ -130,49 +128,6 @@ def make(resolved: ResolvedRun, kind: str, *context: Any) -> Any:
     """The picked capability of a class kind, created with its options and what else its kind is told."""
     pick = resolved.one[kind]
     return load_target(pick.capability.load)(pick.options, *context)
-
-
-def pick_family(resolved: ResolvedRun, registry: Registry, recorder: Recorder | None = None) -> TitoFamily:
-    """The TITO family the run-file names, or the one installed family that claims the checkpoint."""
-    tokenizer = ChatTokenizer.from_dir(resolved.spec.model.path)
-    pick = resolved.one.get("tito_family")
-    if pick is not None:
-        family: TitoFamily = load_target(pick.capability.load)(pick.options, tokenizer)
-        return family
-    return claimed_family(tokenizer, registry, warn=None if recorder is None else lambda text: recorder.alarm(0, text))
-
-
-def claimed_family(
-    tokenizer: ChatTokenizer,
-    registry: Registry,
-    *,
-    named: str | None = None,
-    warn: Callable[[str], None] | None = None,
-) -> TitoFamily:
-    """The TITO family called `named`, or the one installed family that claims the checkpoint, with default options."""
-    installed = {
-        entry.name: load_target(entry.capability.load)
-        for entry in registry.entries("tito_family")
-        if entry.capability is not None and entry.state == "ok"
-    }
-    name, warning = choose_family(tokenizer, installed, named=named)
-    if warning and warn is not None:
-        warn(warning)
-    capability = registry.get("tito_family", name).capability
-    assert capability is not None
-    options = load_target(capability.options)() if capability.options else None
-    chosen: TitoFamily = installed[name](options, tokenizer)
-    return chosen
-
-
-def family_name(family: TitoFamily, registry: Registry) -> str:
-    """The name that a run-file picks the family by."""
-    kind = type(family)
-    for entry in registry.entries("tito_family"):
-        load = entry.capability.load
-        if entry.state == "ok" and load.endswith(f":{kind.__name__}") and load_target(load) is kind:
-            return entry.name
-    return kind.__name__
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
@@ -320,6 +275,13 @@ def _checkpoint(directory: RunDir, recorder: Recorder) -> checkpoint.Checkpoint 
             do="restore one of them, or start anew with --fresh, which keeps this run aside",
         )
     return found
+
+
+def _is_complete(run: Run, *, scored: bool) -> bool:
+    """Whether the run has nothing left to do: not a step, not the last step's line, not an evaluation."""
+    if run.start_step == run.last_step:
+        return scored and run.directory.last_step() == run.last_step
+    return run.start_step > run.last_step
 
 
 async def _restore(run: Run, found: checkpoint.Checkpoint) -> None:

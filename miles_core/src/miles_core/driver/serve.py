@@ -12,7 +12,8 @@ from typing import Any
 
 from miles_core.config.model_folder import read_model_folder
 from miles_core.config.resolve import ResolvedRun
-from miles_core.driver.assemble import claimed_family, context_length, family_name, make, pick_family
+from miles_core.driver.assemble import context_length, make
+from miles_core.driver.families import claimed_family, family_name, pick_family
 from miles_core.driver.settings import choose_device, engine_spec
 from miles_core.errors import ConfigError
 from miles_core.executors.inprocess import InProcessExecutor
@@ -71,9 +72,14 @@ def picker_named(name: str) -> Picker:
     raise ConfigError("no leaf picker of that name", expected=f"one of {sorted(PICKERS)}, or module:attr", found=name)
 
 
+def _warning(say: Say) -> Say:
+    return lambda text: say(f"warning: {text}")
+
+
 async def serve_quick(quick: Quick, registry: Registry, listen: Listen, say: Say) -> None:
     """Serve a model until a signal comes."""
-    family = _named_family(quick, registry, say)
+    tokenizer = ChatTokenizer.from_dir(quick.model)
+    family = claimed_family(tokenizer, registry, named=quick.family, warn=_warning(say))
     length = context_length(quick.context_length, read_model_folder(Path(quick.model)).context_length)
     executor = InProcessExecutor(None)
     try:
@@ -96,7 +102,7 @@ async def serve_quick(quick: Quick, registry: Registry, listen: Listen, say: Say
 async def serve_run(resolved: ResolvedRun, registry: Registry, listen: Listen, say: Say) -> None:
     """Serve the model, engine and session section of a run-file until a signal comes; nothing is trained."""
     spec = resolved.spec
-    family = pick_family(resolved, registry)
+    family = pick_family(resolved, registry, warn=_warning(say))
     length = context_length(spec.model.context_length, read_model_folder(Path(spec.model.path)).context_length)
     executor: Executor = make(resolved, "executor")
     try:
@@ -161,7 +167,6 @@ def _scripted(quick: Quick, family: TitoFamily, length: int) -> Engine:
 
 def _quick_spec(quick: Quick, registry: Registry) -> EngineSpec:
     capability = registry.get("engine", quick.engine).capability
-    assert capability is not None
     return EngineSpec(
         load=capability.load,
         options=load_target(capability.options)() if capability.options else None,
@@ -173,17 +178,11 @@ def _quick_spec(quick: Quick, registry: Registry) -> EngineSpec:
     )
 
 
-def _named_family(quick: Quick, registry: Registry, say: Say) -> TitoFamily:
-    tokenizer = ChatTokenizer.from_dir(quick.model)
-    return claimed_family(tokenizer, registry, named=quick.family, warn=lambda text: say(f"warning: {text}"))
-
-
 def _matcher(name: str, registry: Registry) -> Matcher:
     if ":" in name:
         found: Matcher = load_target(name)
         return found
     capability = registry.get("matcher", name).capability
-    assert capability is not None
     matcher: Matcher = load_target(capability.load)
     return matcher
 
