@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from miles_core.errors import ContractError, EngineError
 from miles_core.routing import codec
-from miles_core.routing.codec import Patch
 from miles_core.types import UNRECORDED
 
 FULL = np.arange(28, dtype=np.int32).reshape(7, 2, 2)  # 8 tokens, 2 layers, 2 experts
@@ -74,44 +73,6 @@ def test_int16_holds_experts_below_32768() -> None:
         codec.compact(top, 32767)
     with pytest.raises(ContractError, match="fit"):
         codec.to_bytes(np.array([[[32768]]], dtype=np.int32), "int16")
-
-
-# --- patches ----------------------------------------------------------------------------------------------------------
-
-
-def test_consecutive_patches_are_the_full_array() -> None:
-    merged = codec.merge_patches([Patch(0, 4, FULL[:4]), Patch(4, 3, FULL[4:])])
-    assert merged is not None
-    assert merged.tobytes() == FULL.tobytes()
-
-
-def test_an_empty_patch_adds_nothing() -> None:
-    merged = codec.merge_patches([Patch(0, 7, FULL), Patch(7, 0, FULL[:0])])
-    np.testing.assert_array_equal(merged, FULL)
-
-
-@pytest.mark.parametrize(
-    ("patches", "problem"),
-    [
-        ([Patch(0, 5, FULL[:5]), Patch(4, 3, FULL[4:])], "record 1 does not join"),
-        ([Patch(1, 4, FULL[1:5])], "record 0 does not join"),
-        ([Patch(0, 4, FULL[:4]), Patch(4, 3, None)], "record 1 has no routes"),
-        ([Patch(0, 4, FULL[:0])], "record 0 has another length"),
-        ([Patch(0, 4, FULL[:4]), Patch(4, 3, FULL[4:, :, :1])], "record 1 has another shape"),
-    ],
-)
-def test_patches_that_do_not_join_are_refused(patches: list[Patch], problem: str) -> None:
-    with pytest.raises(ContractError, match=problem):
-        codec.merge_patches(patches)
-
-
-def test_a_turn_that_was_cut_off_ends_the_merge() -> None:
-    merged = codec.merge_patches([Patch(0, 4, FULL[:4]), Patch(4, 3, None, cut_off=True), Patch(4, 3, FULL[4:])])
-    np.testing.assert_array_equal(merged, FULL[:4])
-
-
-def test_no_routes_at_all_are_none() -> None:
-    assert codec.merge_patches([Patch(0, 4, None), Patch(4, 3, None)]) is None
 
 
 # --- turns ------------------------------------------------------------------------------------------------------------

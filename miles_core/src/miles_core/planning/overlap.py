@@ -108,8 +108,6 @@ class Simulation:
     drawn_tokens: float = 0.0
     drawn_wait_s: float = 0.0
     _marked: float = 0.0
-    wave_left: int = 0
-    """Groups of the present wave that are still to come (sync, one-step-off)."""
 
     # --- generation -----------------------------------------------------------------------------------------------
 

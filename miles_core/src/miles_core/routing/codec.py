@@ -16,7 +16,6 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -130,48 +129,7 @@ def _raw(payload: str | bytes) -> bytes:
         raise EngineError("the engine's routes are not base64", found=str(error)) from error
 
 
-# --- one row from pieces ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Patch:
-    """Rows ``[start, start + rows)`` of a row's routes, as one turn reported them."""
-
-    start: int
-    rows: int
-    routes: Routes | None
-    """None where the turn brought no payload, which only a turn that was cut off may do."""
-    cut_off: bool = False
-
-
-def merge_patches(patches: Sequence[Patch]) -> Routes | None:
-    """Routes of consecutive patches; None when no turn brought any. A turn that was cut off ends the merge.
-
-    Raises:
-        ContractError: a gap, an overlap, another shape, or a payload that is missing.
-    """
-    found: list[Routes] = []
-    at = 0
-    for number, patch in enumerate(patches):
-        if patch.routes is None:
-            if patch.cut_off or all(other.routes is None for other in patches):
-                break
-            raise _bad_patch(number, "has no routes", f"{patch.rows} rows", "none")
-        if patch.start != at:
-            raise _bad_patch(number, "does not join the rows before it", f"start at row {at}", f"row {patch.start}")
-        if patch.routes.shape[0] != patch.rows:
-            raise _bad_patch(number, "has another length", f"{patch.rows} rows", str(patch.routes.shape[0]))
-        if found and patch.routes.shape[1:] != found[0].shape[1:]:
-            raise _bad_patch(number, "has another shape", str(found[0].shape[1:]), str(patch.routes.shape[1:]))
-        found.append(patch.routes)
-        at += patch.rows
-    return np.concatenate(found) if found else None
-
-
-def _bad_patch(number: int, problem: str, expected: str, found: str) -> ContractError:
-    return ContractError(
-        f"routes contract: record {number} {problem}", expected=expected, found=found, do="report the engine"
-    )
+# --- a row that grows, turn by turn -----------------------------------------------------------------------------------
 
 
 def extend(recorded: Routes | None, kept: int, later: Routes | None) -> Routes | None:
