@@ -17,10 +17,10 @@ from miles_core.session.matching import loose_tool_call, role_content_only, stri
 from miles_core.testing.scripted import ScriptedEngine
 from miles_core.testing.tiny import IM_END, write_tiny_tokenizer
 from miles_core.testing.tito_reference import ADD, NOW
+from miles_core.tito.options import ThinkingSwitch
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, SamplingParams
 from miles_tito_qwen.families import Qwen3Family
-from miles_tito_qwen.options import ThinkingOptions
 
 ASK = Message(role="user", content="What is 2 + 2?")
 TEXTS = [
@@ -84,7 +84,7 @@ DRIFTS: dict[str, tuple[Drift, tuple[str, str, str]]] = {
 async def play(folder: Path, drift: Drift, matcher: Matcher, history: History) -> tuple[str, ScriptedEngine]:
     """Two turns as they were, then a request whose history drifted."""
     write_tiny_tokenizer(folder)
-    family = Qwen3Family(ThinkingOptions(), ChatTokenizer.from_dir(folder))
+    family = Qwen3Family(ThinkingSwitch(), ChatTokenizer.from_dir(folder))
     replies = [oddly(family.tokenizer, text) for text in TEXTS]
     engine = ScriptedEngine(replies)
     factory = SessionFactory([engine], family, matcher, context_length=20_000, history=history)

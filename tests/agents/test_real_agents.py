@@ -40,10 +40,10 @@ from miles_core.session.serving.store import SessionStore
 from miles_core.testing.scripted import ScriptedEngine, scripted_logprob
 from miles_core.testing.served_script import scripted_engine
 from miles_core.testing.tiny import IM_END, write_tiny_tokenizer
+from miles_core.tito.options import FamilyOptions
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import SamplingParams
 from miles_tito_chatml.family import ChatMLFamily
-from miles_tito_chatml.options import ChatMLOptions
 
 PROGRAMS = Path(__file__).parent / "programs"
 ROOT = Path(__file__).parents[2]
@@ -107,7 +107,7 @@ async def served(
     folder: Path, texts: list[str], history: History
 ) -> AsyncIterator[tuple[str, ScriptedEngine, ChatMLFamily]]:
     write_tiny_tokenizer(folder)
-    family = ChatMLFamily(ChatMLOptions(), ChatTokenizer.from_dir(folder))
+    family = ChatMLFamily(FamilyOptions(), ChatTokenizer.from_dir(folder))
     engine = scripted_engine(family, texts)
     # smolagents and the OpenAI SDKs respell arguments; what they replay then still means the same.
     factory = SessionFactory([engine], family, loose_tool_call, context_length=200_000, history=history)

@@ -15,10 +15,10 @@ from miles_core.session.matching import strict
 from miles_core.testing.scripted import ScriptedEngine
 from miles_core.testing.tiny import IM_END, write_tiny_tokenizer
 from miles_core.testing.tito_family import TitoFamilyConformance
+from miles_core.tito.options import FamilyOptions
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, SamplingParams, ToolCall
 from miles_tito_chatml.family import ChatMLFamily
-from miles_tito_chatml.options import ChatMLOptions
 
 USER, ANSWER = Message(role="user", content="u"), Message(role="assistant", content="a")
 SYSTEM = Message(role="system", content="S")
@@ -68,7 +68,7 @@ def load(tmp_path: Path) -> Callable[[str], ChatTokenizer]:
 @pytest.fixture
 def make(load: Callable[[str], ChatTokenizer]) -> Make:
     def family(template: str = DEFAULT, **options: object) -> ChatMLFamily:
-        return ChatMLFamily(ChatMLOptions.model_validate(options), load(template))
+        return ChatMLFamily(FamilyOptions.model_validate(options), load(template))
 
     return family
 
@@ -77,7 +77,7 @@ class Conformance(TitoFamilyConformance):
     template: str
 
     def make(self, tokenizer: ChatTokenizer) -> TitoFamily:
-        return ChatMLFamily(ChatMLOptions(), tokenizer)
+        return ChatMLFamily(FamilyOptions(), tokenizer)
 
     def tokenizer(self, folder: Path) -> ChatTokenizer:
         write_tiny_tokenizer(folder)
@@ -137,7 +137,7 @@ def test_a_tokenizer_without_the_tokens_is_not_claimed_and_refused_when_named(
     tokenizer = ChatTokenizer.from_dir(tmp_path)
     assert not ChatMLFamily.claims(tokenizer)
     with pytest.raises(DataError, match="no ChatML tokens"):
-        ChatMLFamily(ChatMLOptions(), tokenizer)
+        ChatMLFamily(FamilyOptions(), tokenizer)
 
 
 def test_stop_tokens_are_the_end_of_a_turn_and_of_a_document(make: Make) -> None:

@@ -12,7 +12,7 @@ from miles_tito_chatml.family import ChatMLFamily
 
 def test_listing_the_plugin_imports_nothing_heavy() -> None:
     code = (
-        "import sys, miles_tito_chatml.plugin, miles_tito_chatml.options;"
+        "import sys, miles_tito_chatml.plugin, miles_core.tito.options;"
         "print([m for m in ('torch', 'tokenizers', 'transformers', 'jinja2') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -140,21 +140,6 @@ changed. `pytest` proves it, and so does `miles tito check --family @NAME@ --tok
 __version__ = "0.1.0"
 ''',
     "src/@MODULE@/py.typed": "",
-    "src/@MODULE@/options.py": '''"""Options of the family `@NAME@`."""
-
-from __future__ import annotations
-
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
-
-
-class FamilyOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    open_turn: Literal["refuse", "close"] = "refuse"
-    """What going on after a turn without its closing token does: refuse it, or write the missing token, untrained."""
-''',
     "src/@MODULE@/plugin.py": '''"""Token family `@NAME@`."""
 
 from __future__ import annotations
@@ -173,7 +158,7 @@ def miles_tito_families() -> Iterable[Capability]:
             name="@NAME@",
             summary="@SUMMARY@",
             load="@MODULE@.family:DerivedFamily",
-            options="@MODULE@.options:FamilyOptions",
+            options="miles_core.tito.options:FamilyOptions",
         )
     ]
 ''',

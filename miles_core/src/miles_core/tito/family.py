@@ -16,25 +16,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Generic, Literal, Protocol, Self, TypeVar
+from typing import ClassVar, Generic, Self, TypeVar
 
 from miles_core.errors import BranchNeeded, DataError, SessionError
 from miles_core.kinds.tito_family import StreamParser, joined
 from miles_core.tito.formats import CallFormat
+from miles_core.tito.options import EarlierReasoning, FamilyOptions
 from miles_core.tito.parser import ReplyParser, ReplyText, Thoughts
 from miles_core.tito.probes import PROBES, same_text
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
-
-EarlierReasoning = Literal["keep", "branch"]
-
-
-class FamilyOptions(Protocol):
-    """What the base reads of a family's options."""
-
-    @property
-    def open_turn(self) -> Literal["refuse", "close"]: ...
-
 
 Options = TypeVar("Options", bound=FamilyOptions)
 

@@ -7,25 +7,17 @@ from the family's data, so that rows grow by appending whatever the template wou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, Self
-
-from pydantic import BaseModel, ConfigDict
+from typing import Self
 
 from miles_core.tito.family import DeclaredFamily
+from miles_core.tito.options import FamilyOptions
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
 
 _MARK = "begin-of-the-first-user-message"
 
 
-class ProbedOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    open_turn: Literal["refuse", "close"] = "refuse"
-    """What going on after a turn without its closing token does: refuse it, or write the missing token, untrained."""
-
-
-class ProbedFamily(DeclaredFamily[ProbedOptions]):
+class ProbedFamily(DeclaredFamily[FamilyOptions]):
     """See `DeclaredFamily`; subclasses are written by `miles tito new`."""
 
     opened: str = ""
@@ -35,7 +27,7 @@ class ProbedFamily(DeclaredFamily[ProbedOptions]):
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(ProbedOptions(), tokenizer)
+        return cls(FamilyOptions(), tokenizer)
 
     def preamble(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, Sequence[Message]]:
         if tools and self.calls is None:

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar, Generic, Literal, Protocol, TypeVar
+from typing import ClassVar, Generic, Literal, TypeVar
 
-from miles_core.tito.family import DeclaredFamily, EarlierReasoning, FamilyOptions
+from miles_core.tito.family import DeclaredFamily
+from miles_core.tito.options import AlwaysThinks, EarlierReasoning, ThinkingSwitch
 from miles_core.tito.parser import Thoughts
 from miles_core.types import Message
 
-
-class ThinkingOptions(FamilyOptions, Protocol):
-    @property
-    def thinking(self) -> bool: ...
-
-    @property
-    def earlier_reasoning(self) -> EarlierReasoning: ...
-
-
-T = TypeVar("T", bound=ThinkingOptions)
+T = TypeVar("T", bound=AlwaysThinks | ThinkingSwitch)
 Opens = Literal["model", "opener"]
 
 

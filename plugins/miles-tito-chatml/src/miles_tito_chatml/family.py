@@ -15,10 +15,10 @@ from collections.abc import Sequence
 from miles_core.errors import DataError, SessionError
 from miles_core.session.hermes import HermesTurns
 from miles_core.session.suffix import appended_ids
+from miles_core.tito.options import FamilyOptions
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
 from miles_tito_chatml import fixed
-from miles_tito_chatml.options import ChatMLOptions
 from miles_tito_chatml.probe import TemplateFacts, probe
 
 END_OF_TEXT = "<|endoftext|>"
@@ -32,7 +32,7 @@ class ChatMLFamily(HermesTurns):
         DataError: the tokenizer has no ChatML tokens.
     """
 
-    def __init__(self, options: ChatMLOptions, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, options: FamilyOptions, tokenizer: ChatTokenizer) -> None:
         self.tokenizer = tokenizer
         self.options = options
         self._end = _control_token(tokenizer, fixed.END)

@@ -16,6 +16,6 @@ def miles_tito_families() -> Iterable[Capability]:
             name="chatml",
             summary="plain ChatML checkpoints: SmolLM2 and relatives; Hermes tool calls",
             load="miles_tito_chatml.family:ChatMLFamily",
-            options="miles_tito_chatml.options:ChatMLOptions",
+            options="miles_core.tito.options:FamilyOptions",
         )
     ]

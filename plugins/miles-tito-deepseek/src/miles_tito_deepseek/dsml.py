@@ -11,12 +11,12 @@ from typing import ClassVar, Self
 from miles_core.tito.arguments import Unfinished, bare, joined, shown_members
 from miles_core.tito.family import Wrap
 from miles_core.tito.formats import Call, CallFormat
+from miles_core.tito.options import ThinkingSwitch
 from miles_core.tito.parser import Thoughts
 from miles_core.tito.thinking import ThinkingFamily
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool, ToolCall
 from miles_tito_deepseek import prompts, tokens
-from miles_tito_deepseek.options import DsmlOptions
 
 MARK = "｜DSML｜"
 _INVOKE = re.compile(rf'\s*<{MARK}invoke name="([^"\n]+)">\n?')
@@ -82,7 +82,7 @@ class DsmlCalls:
         return f'<{MARK}invoke name="{call.name}">\n{inner or self.empty}</{MARK}invoke>\n'
 
 
-class _Dsml(ThinkingFamily[DsmlOptions]):
+class _Dsml(ThinkingFamily[ThinkingSwitch]):
     control_tokens = (tokens.BEGIN, tokens.END, tokens.USER_TOKEN, tokens.ASSISTANT_TOKEN)
     stops = (tokens.END,)
     end = tokens.END
@@ -92,13 +92,13 @@ class _Dsml(ThinkingFamily[DsmlOptions]):
     switch: ClassVar[str] = "thinking"
     tools_text: ClassVar[str]
 
-    def __init__(self, options: DsmlOptions, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, options: ThinkingSwitch, tokenizer: ChatTokenizer) -> None:
         super().__init__(options, tokenizer)
         self._empty = tokens.empty_thought(tokenizer)
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(DsmlOptions(), tokenizer)
+        return cls(ThinkingSwitch(), tokenizer)
 
     def preamble(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, Sequence[Message]]:
         system, rest = (messages[0].content, messages[1:]) if messages[0].role == "system" else ("", messages)

@@ -2,34 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
+from miles_core.tito.options import ThinkingSwitch
 
 
-class DeepSeekOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+class DeepSeekOptions(ThinkingSwitch):
+    """Of `deepseek-v31`, which answers at once unless it is told to reason."""
 
     thinking: bool = False
-    """Whether the model reasons before it answers; off, the opener closes an empty thought."""
-    earlier_reasoning: Literal["keep", "branch"] = "keep"
-    """What becomes of reasoning that the published template drops once a user speaks again: keep it in the row (one
-    sequence, what the model sampled stays), or start a branch that is rendered without it (branching histories
-    only)."""
-    open_turn: Literal["refuse", "close"] = "refuse"
-    """What going on after a turn without its closing token does (it ended at a stop string): refuse it, or write the
-    missing token as environment text, which is never trained. Turns cut off by length can never be extended."""
-
-
-class DsmlOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    thinking: bool = True
-    """Whether the model reasons before it answers; off, the opener closes an empty thought."""
-    earlier_reasoning: Literal["keep", "branch"] = "keep"
-    """What becomes of reasoning that the published template drops once a user speaks again: keep it in the row (one
-    sequence, what the model sampled stays), or start a branch that is rendered without it (branching histories
-    only)."""
-    open_turn: Literal["refuse", "close"] = "refuse"
-    """What going on after a turn without its closing token does (it ended at a stop string): refuse it, or write the
-    missing token as environment text, which is never trained. Turns cut off by length can never be extended."""
+    """Whether the model reasons before it answers; if not, the opener of its turn holds an empty thought."""

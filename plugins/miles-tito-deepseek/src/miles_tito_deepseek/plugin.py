@@ -22,12 +22,12 @@ def miles_tito_families() -> Iterable[Capability]:
             name="deepseek-v32",
             summary="DeepSeek-V3.2: DSML tool calls, thinking within tool loops",
             load="miles_tito_deepseek.dsml:DeepSeekV32Family",
-            options="miles_tito_deepseek.options:DsmlOptions",
+            options="miles_core.tito.options:ThinkingSwitch",
         ),
         Capability(
             name="deepseek-v4",
             summary="DeepSeek-V4: DSML tool calls, tool results in the user's turn",
             load="miles_tito_deepseek.dsml:DeepSeekV4Family",
-            options="miles_tito_deepseek.options:DsmlOptions",
+            options="miles_core.tito.options:ThinkingSwitch",
         ),
     ]

@@ -13,18 +13,18 @@ from typing import ClassVar, Self
 
 from miles_core.tito.family import Wrap
 from miles_core.tito.formats import CallFormat
+from miles_core.tito.options import ThinkingSwitch
 from miles_core.tito.parser import Thoughts
 from miles_core.tito.thinking import Opens, ThinkingFamily
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
 from miles_tito_glm import prompts
 from miles_tito_glm.calls import ArgumentTags
-from miles_tito_glm.options import GlmOptions
 
 START = "[gMASK]<sop>"
 
 
-class _Glm(ThinkingFamily[GlmOptions]):
+class _Glm(ThinkingFamily[ThinkingSwitch]):
     control_tokens = ("[gMASK]", "<sop>", "<|system|>", "<|user|>", "<|assistant|>", "<|observation|>")
     stops = ("<|user|>", "<|observation|>", "<|endoftext|>")
     replaced_stops = stops
@@ -35,7 +35,7 @@ class _Glm(ThinkingFamily[GlmOptions]):
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(GlmOptions(), tokenizer)
+        return cls(ThinkingSwitch(), tokenizer)
 
     def preamble(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, Sequence[Message]]:
         if not tools:

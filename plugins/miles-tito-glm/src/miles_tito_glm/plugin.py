@@ -16,12 +16,12 @@ def miles_tito_families() -> Iterable[Capability]:
             name="glm46",
             summary="GLM-4.5 and 4.6: tool results and users end the model's turn",
             load="miles_tito_glm.families:Glm46Family",
-            options="miles_tito_glm.options:GlmOptions",
+            options="miles_core.tito.options:ThinkingSwitch",
         ),
         Capability(
             name="glm47",
             summary="GLM-4.7 and 5: thinking in the opener, one-line tool calls",
             load="miles_tito_glm.families:Glm47Family",
-            options="miles_tito_glm.options:GlmOptions",
+            options="miles_core.tito.options:ThinkingSwitch",
         ),
     ]

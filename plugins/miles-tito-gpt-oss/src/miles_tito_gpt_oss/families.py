@@ -16,7 +16,8 @@ from typing import ClassVar, Self
 
 from miles_core.errors import DataError
 from miles_core.kinds.tito_family import StreamParser
-from miles_core.tito.family import DeclaredFamily, EarlierReasoning, Wrap
+from miles_core.tito.family import DeclaredFamily, Wrap
+from miles_core.tito.options import EarlierReasoning
 from miles_core.tito.parser import ReplyParser
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool

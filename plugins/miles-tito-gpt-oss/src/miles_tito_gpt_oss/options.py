@@ -1,29 +1,15 @@
-"""Options of the families of this distribution."""
+"""Options of the family `gpt-oss`."""
 
 from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from miles_core.tito.options import AlwaysThinks
 
 
-class GptOssOptions(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
+class GptOssOptions(AlwaysThinks):
     reasoning_effort: Literal["low", "medium", "high"] = "medium"
     """How long the model thinks; written into the system message."""
     date: str | None = None
     """The current date in the system message, as YYYY-MM-DD. None leaves the line out: a row that changes at midnight
     is not reproducible."""
-    earlier_reasoning: Literal["keep", "branch"] = "keep"
-    """What becomes of reasoning that the published template drops once a final answer stands behind it: keep it in the
-    row (one sequence, what the model sampled stays), or start a branch that is rendered without it (branching histories
-    only)."""
-    open_turn: Literal["refuse", "close"] = "refuse"
-    """What going on after a turn without its closing token does (it ended at a stop string): refuse it, or write the
-    missing token as environment text, which is never trained. Turns cut off by length can never be extended."""
-
-    @property
-    def thinking(self) -> bool:
-        """Always: the model has no switch."""
-        return True

@@ -12,14 +12,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Generic, Self, TypeVar
 
-from miles_core.tito.family import DeclaredFamily, FamilyOptions
+from miles_core.tito.family import DeclaredFamily
 from miles_core.tito.formats import CallFormat
+from miles_core.tito.options import AlwaysThinks, FamilyOptions, ThinkingSwitch
 from miles_core.tito.parser import Thoughts
 from miles_core.tito.thinking import Opens, ThinkingFamily
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
 from miles_tito_kimi.calls import SectionCalls
-from miles_tito_kimi.options import KimiOptions, KimiSwitchOptions, KimiThinkingOptions
 
 Options = TypeVar("Options", bound=FamilyOptions)
 _OWN_ID = re.compile(r"functions\.[^:]+:\d+")
@@ -60,17 +60,17 @@ class _Kimi(DeclaredFamily[Options], Generic[Options]):
         return super().turns(numbered[len(known) :], before=numbered[0] if known else None, forgotten=forgotten)
 
 
-class KimiK2Family(_Kimi[KimiOptions]):
+class KimiK2Family(_Kimi[FamilyOptions]):
     """No reasoning."""
 
     default_system: ClassVar[str] = DEFAULT_SYSTEM + "\n"
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(KimiOptions(), tokenizer)
+        return cls(FamilyOptions(), tokenizer)
 
 
-class KimiK2ThinkingFamily(_Kimi[KimiThinkingOptions], ThinkingFamily[KimiThinkingOptions]):
+class KimiK2ThinkingFamily(_Kimi[AlwaysThinks], ThinkingFamily[AlwaysThinks]):
     """The model writes the whole thought; a reply without one holds the empty tags."""
 
     opens: ClassVar[Opens] = "model"
@@ -78,7 +78,7 @@ class KimiK2ThinkingFamily(_Kimi[KimiThinkingOptions], ThinkingFamily[KimiThinki
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(KimiThinkingOptions(), tokenizer)
+        return cls(AlwaysThinks(), tokenizer)
 
     def thought(self, message: Message, *, forgotten: bool = False) -> str:
         return self.thoughts.write("" if forgotten else message.reasoning or "")
@@ -90,7 +90,7 @@ class KimiK2ThinkingFamily(_Kimi[KimiThinkingOptions], ThinkingFamily[KimiThinki
         return {}
 
 
-class KimiK25Family(_Kimi[KimiSwitchOptions], ThinkingFamily[KimiSwitchOptions]):
+class KimiK25Family(_Kimi[ThinkingSwitch], ThinkingFamily[ThinkingSwitch]):
     """The opener opens the thought, or closes an empty one."""
 
     thoughts: ClassVar[Thoughts] = Thoughts(pad="", after="")
@@ -102,7 +102,7 @@ class KimiK25Family(_Kimi[KimiSwitchOptions], ThinkingFamily[KimiSwitchOptions])
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(KimiSwitchOptions(), tokenizer)
+        return cls(ThinkingSwitch(), tokenizer)
 
     def forgets_before(self, messages: Sequence[Message]) -> int:
         return _after_last_answer(messages)

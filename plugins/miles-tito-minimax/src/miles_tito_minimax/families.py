@@ -12,18 +12,18 @@ from typing import ClassVar, Self
 from miles_core.errors import DataError
 from miles_core.tito.family import Wrap
 from miles_core.tito.formats import CallFormat, InvokeTags
+from miles_core.tito.options import AlwaysThinks
 from miles_core.tito.probes import USER
 from miles_core.tito.thinking import ThinkingFamily
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
 from miles_tito_minimax import prompts
-from miles_tito_minimax.options import MiniMaxOptions
 
 START = "]~!b[]~b]system\n"
 END = "[e~["
 
 
-class MiniMaxM2Family(ThinkingFamily[MiniMaxOptions]):
+class MiniMaxM2Family(ThinkingFamily[AlwaysThinks]):
     """Every reply begins within a thought."""
 
     control_tokens = ("]~!b[", "]~b]", END)
@@ -37,13 +37,13 @@ class MiniMaxM2Family(ThinkingFamily[MiniMaxOptions]):
     calls: ClassVar[CallFormat | None] = InvokeTags(opening="<minimax:tool_call>", closing="</minimax:tool_call>")
     deliberate: ClassVar[Mapping[str, str]] = {"two turns": "a reply without reasoning keeps its empty thought"}
 
-    def __init__(self, options: MiniMaxOptions, tokenizer: ChatTokenizer) -> None:
+    def __init__(self, options: AlwaysThinks, tokenizer: ChatTokenizer) -> None:
         super().__init__(options, tokenizer)
         self._identity = _identity(tokenizer)
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(MiniMaxOptions(), tokenizer)
+        return cls(AlwaysThinks(), tokenizer)
 
     def preamble(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, Sequence[Message]]:
         has_system = messages[0].role == "system"

@@ -16,6 +16,6 @@ def miles_tito_families() -> Iterable[Capability]:
             name="minimax-m2",
             summary="MiniMax-M2, M2.5 and M2.7: every reply begins in a thought",
             load="miles_tito_minimax.families:MiniMaxM2Family",
-            options="miles_tito_minimax.options:MiniMaxOptions",
+            options="miles_core.tito.options:AlwaysThinks",
         ),
     ]

@@ -11,15 +11,15 @@ from typing import ClassVar, Self
 from miles_core.tito.family import Wrap
 from miles_core.tito.formats import CallFormat, FunctionTags
 from miles_core.tito.listing import function_element
+from miles_core.tito.options import ThinkingSwitch
 from miles_core.tito.parser import Thoughts
 from miles_core.tito.prompts import TAGGED_TOOLS
 from miles_core.tito.thinking import ThinkingFamily
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
-from miles_tito_nemotron.options import NemotronOptions
 
 
-class Nemotron3Family(ThinkingFamily[NemotronOptions]):
+class Nemotron3Family(ThinkingFamily[ThinkingSwitch]):
     """A system turn always stands first, empty where there is none."""
 
     control_tokens = ("<|im_start|>", "<|im_end|>")
@@ -39,7 +39,7 @@ class Nemotron3Family(ThinkingFamily[NemotronOptions]):
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(NemotronOptions(), tokenizer)
+        return cls(ThinkingSwitch(), tokenizer)
 
     def preamble(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, Sequence[Message]]:
         has_system = messages[0].role == "system"

@@ -16,6 +16,6 @@ def miles_tito_families() -> Iterable[Capability]:
             name="nemotron3",
             summary="NVIDIA Nemotron 3: thinking in the opener, tagged tool calls",
             load="miles_tito_nemotron.families:Nemotron3Family",
-            options="miles_tito_nemotron.options:NemotronOptions",
+            options="miles_core.tito.options:ThinkingSwitch",
         ),
     ]

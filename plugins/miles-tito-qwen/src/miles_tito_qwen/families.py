@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import ClassVar, Generic, Self, TypeVar
 
-from miles_core.tito.family import DeclaredFamily, FamilyOptions, Wrap
+from miles_core.tito.family import DeclaredFamily, Wrap
 from miles_core.tito.formats import CallFormat, FunctionTags, JsonBlocks
 from miles_core.tito.listing import function_element
+from miles_core.tito.options import AlwaysThinks, FamilyOptions, ThinkingSwitch
 from miles_core.tito.prompts import TAGGED_TOOLS
 from miles_core.tito.thinking import Opens, ThinkingFamily
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Message, Tool
 from miles_tito_qwen import prompts
-from miles_tito_qwen.options import CoderOptions, ThinkingOnlyOptions, ThinkingOptions
 
 Options = TypeVar("Options", bound=FamilyOptions)
 
@@ -50,27 +50,27 @@ class _HermesQwen(_Qwen[Options], Generic[Options]):
         return ("" if system is None else _turn(system.content)), rest
 
 
-class Qwen3Family(_HermesQwen[ThinkingOptions], ThinkingFamily[ThinkingOptions]):
+class Qwen3Family(_HermesQwen[ThinkingSwitch], ThinkingFamily[ThinkingSwitch]):
     """The model opens its thought itself; with thinking off the opener holds an empty one."""
 
     opens: ClassVar[Opens] = "model"
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(ThinkingOptions(), tokenizer)
+        return cls(ThinkingSwitch(), tokenizer)
 
 
-class Qwen3ThinkingFamily(_HermesQwen[ThinkingOnlyOptions], ThinkingFamily[ThinkingOnlyOptions]):
+class Qwen3ThinkingFamily(_HermesQwen[AlwaysThinks], ThinkingFamily[AlwaysThinks]):
     """Thinking cannot be switched off."""
 
     deliberate: ClassVar[Mapping[str, str]] = {"two turns": "a reply without reasoning keeps its empty thought"}
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(ThinkingOnlyOptions(), tokenizer)
+        return cls(AlwaysThinks(), tokenizer)
 
 
-class Qwen35Family(_Qwen[ThinkingOptions], ThinkingFamily[ThinkingOptions]):
+class Qwen35Family(_Qwen[ThinkingSwitch], ThinkingFamily[ThinkingSwitch]):
     """Tools first, then the system message; user, tool and system texts are trimmed, as the template does."""
 
     system: ClassVar[Wrap | None] = None
@@ -79,7 +79,7 @@ class Qwen35Family(_Qwen[ThinkingOptions], ThinkingFamily[ThinkingOptions]):
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(ThinkingOptions(), tokenizer)
+        return cls(ThinkingSwitch(), tokenizer)
 
     def preamble(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, Sequence[Message]]:
         system, rest = _split(messages)
@@ -96,7 +96,7 @@ class Qwen35Family(_Qwen[ThinkingOptions], ThinkingFamily[ThinkingOptions]):
         return self.tool(message.content.strip())
 
 
-class Qwen3CoderFamily(_Qwen[CoderOptions]):
+class Qwen3CoderFamily(_Qwen[FamilyOptions]):
     """Tools as elements, no reasoning."""
 
     tool = Wrap("<tool_response>\n", "\n</tool_response>\n")
@@ -105,7 +105,7 @@ class Qwen3CoderFamily(_Qwen[CoderOptions]):
 
     @classmethod
     def for_checkpoint(cls, tokenizer: ChatTokenizer) -> Self:
-        return cls(CoderOptions(), tokenizer)
+        return cls(FamilyOptions(), tokenizer)
 
     def preamble(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[str, Sequence[Message]]:
         system, rest = _split(messages)
