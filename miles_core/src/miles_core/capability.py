@@ -1,7 +1,7 @@
-"""What a plugin declares: capabilities, rules, and the vocabulary both are written in.
+"""What a plugin declares: capabilities, rules about them, and the names (kinds, tags) that both use.
 
-Everything here is plain data over the standard library, so that listing what is installed never imports torch, ray or
-pydantic. The registry stamps the kind and the distribution; a capability does not repeat them.
+All of it is plain data and needs only the standard library, so that listing what is installed never imports torch, ray
+or pydantic. A capability does not say its kind or distribution: the registry knows them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from enum import StrEnum
 from typing import Literal
 
 API = 1
-"""The plugin API of this core. A plugin module states the one it was written for as a literal: ``MILES_API = 1``."""
+"""Number of the plugin API. A plugin module states which one it was written for, as a literal: ``MILES_API = 1``."""
 
 ENTRY_POINT_GROUP = "miles.plugins"
 
 
 class State(StrEnum):
-    """What the registry found out about a capability or plugin. Only ``ok`` can be picked by a run-file."""
+    """What the registry found out about a plugin or capability. A run-file can pick only what is ``ok``."""
 
     OK = "ok"
     DISABLED = "disabled"  # named in MILES_DISABLE_PLUGINS or plugins.disable; never imported
@@ -30,12 +30,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rule:
-    """One fact about combinations, as data.
+    """A combination that does not work, as data; `conflicts` and `requires` are the usual ways to write one.
 
-    It fires when all of `when` hold and, if `needs` is given, some `needs` does not. A condition is ``path=value``,
-    ``path in (a, b)`` or ``kind:tag`` (the picked capability of that kind provides the tag). `check` names a function
-    ``Facts -> Iterable[Finding]`` (`miles_core.rules`) for what data cannot say (arithmetic); use it last. It runs only
-    when all of `when` hold.
+    The rule is broken when every condition of `when` holds and, if there are `needs`, at least one of them does not.
+    A condition is ``path=value``, ``path in (a, b)``, or ``kind:tag``: the picked capability of that kind provides the
+    tag. What conditions cannot say, such as arithmetic, goes into a function ``Facts -> Iterable[Finding]`` (see
+    `miles_core.rules`) that `check` names; it runs only when every condition of `when` holds.
     """
 
     id: str
@@ -47,19 +47,23 @@ class Rule:
 
 
 def conflicts(*when: str, id: str, because: str, instead: str) -> Rule:
-    """Forbid the combination of all conditions in `when`."""
+    """A rule that is broken when all conditions in `when` hold."""
     return Rule(id=id, when=when, because=because, instead=instead)
 
 
 def requires(*when: str, id: str, because: str, instead: str, **tags: str) -> Rule:
-    """When all of `when` hold, each kind must provide a tag: ``requires("a.b=c", engine="records-routes")``."""
+    """A rule that asks for tags when all conditions in `when` hold.
+
+    Example:
+        requires("rollout.routes=replay", engine="records-routes", id="r3", because="...", instead="...")
+    """
     needs = tuple(f"{kind}:{tag}" for kind, tag in tags.items())
     return Rule(id=id, when=when, needs=needs, because=because, instead=instead)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capability:
-    """One named thing a plugin offers for a kind.
+    """One thing that a plugin offers for a run-file to pick.
 
     Example:
         Capability(name="ring", summary="engines pass buckets on", load="miles_ring.transport:RingTransport",
@@ -67,34 +71,36 @@ class Capability:
     """
 
     name: str
-    """Kebab-case name the run-file picks; unique within its kind."""
+    """The name that a run-file picks it by: kebab-case, unique within its kind."""
     summary: str
-    """At most 80 characters; says when to choose it."""
+    """When to choose it, in at most 80 characters."""
     load: str
-    """``module:attribute``, imported only when a run picks it."""
+    """``module:attribute`` of what does the work; imported only when a run picks it."""
     options: str | None = None
-    """``module:PydanticModel`` of its options, or None when it takes none."""
+    """``module:PydanticModel`` of its options; None if it takes none."""
     provides: frozenset[str] = frozenset()
-    """Tags from `TAGS` that rules and conformance kits key on."""
+    """Tags (from `TAGS`) of what it can do. Rules ask for them; conformance kits test what is declared."""
     needs: tuple[str, ...] = ()
-    """Requirements (PEP 508) beyond the distribution's own; missing ones make the capability `unavailable`."""
+    """Requirements (PEP 508) beyond the distribution's. While one is missing, the capability is `unavailable`."""
     memory: str | None = None
-    """Of a backend: ``module:function`` that says what a rank will hold (`planning.memory.Planner`), for plans. Without
-    it, they take every rank for a whole replica."""
+    """Backends only: ``module:function`` that tells how much memory a rank will need (`planning.memory.Planner`).
+    Without it, plans assume that every rank holds a whole replica."""
     rules: tuple[Rule, ...] = ()
-    """In force only while this capability is picked."""
+    """What it cannot be combined with; checked only in runs that pick it."""
     stability: Literal["stable", "experimental"] = "stable"
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of capability: its hook, where a run-file picks it, and how many."""
+    """A kind of capability."""
 
     name: str
     hook: str
+    """Name of the hook in `hookspecs` through which plugins offer it."""
     section: str | None
-    """Dotted path in the run-file, or None while no reader exists in this release."""
+    """Where a run-file picks it, as a dotted path; None for kinds that no run-file names."""
     many: bool
+    """Whether a run-file may pick several."""
     summary: str
 
 
@@ -113,7 +119,7 @@ KINDS: dict[str, Kind] = {
             "tells whether a replayed message is the stored one",
         ),
         Kind("advantage", "miles_advantages", "advantage", False, "rewards to per-token advantages"),
-        Kind("correction", "miles_corrections", "corrections", True, "log-ratios to per-token weights"),
+        Kind("correction", "miles_corrections", "corrections", True, "trainer/rollout log-ratios to per-token weights"),
         Kind("loss", "miles_losses", "loss", False, "per-token policy loss"),
         Kind("teacher", "miles_teachers", None, True, "scores a trajectory's tokens for distillation"),
         Kind("environment", "miles_environments", "environment", False, "runs one episode against a session"),
@@ -136,7 +142,7 @@ KINDS: dict[str, Kind] = {
 
 
 def architecture_name(model_class: str) -> str:
-    """Name of an architecture's capability: ``Qwen3MoeForCausalLM`` is ``qwen3-moe-for-causal-lm``."""
+    """The name of the capability for a model class: ``qwen3-moe-for-causal-lm`` for ``Qwen3MoeForCausalLM``."""
     words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])|_", "-", model_class)
     return words.lower()
 
@@ -145,10 +151,10 @@ TAGS: dict[str, str] = {
     # engine
     "records-routes": "returns the experts of every MoE layer for each token",
     "version-spans": "reports the weight version of every sampled token",
-    "verifies-weights": "can scramble its weights and report a digest of every tensor",
-    "stages-aside": "receives a weight version beside the one it goes on serving",
+    "verifies-weights": "can overwrite its weights with noise and report a digest of every tensor",
+    "stages-aside": "receives a weight version while it goes on serving the present one",
     "streams": "yields tokens as they are sampled",
-    "pauses-in-place": "can freeze requests for a weight update and go on over their old KV",
+    "pauses-in-place": "can freeze requests for a weight update and continue them over their old KV cache",
     "reads-disk": "can load a published checkpoint from a folder",
     # engine and backend
     "true-on-policy": "computes log-probs with the batch-invariant kernels that both sides share",
@@ -163,7 +169,7 @@ TAGS: dict[str, str] = {
     "cross-process": "works between processes of one host",
     "cross-host": "works between hosts",
     # executor
-    "places-processes": "gives every rank and engine a process of its own",
+    "places-processes": "runs every rank and every engine in its own process",
     # environment
     "provides-prompts": "brings its own prompts, so the run-file needs no `data`",
     "multi-turn": "asks the session for more than one completion",

@@ -1,12 +1,12 @@
-"""Everything that can be replaced, one hook per kind; reading top to bottom is the tour of the system.
+"""Everything that can be replaced, one hook for each kind of part. Read from top to bottom, it is a tour of the system.
 
-Every hook takes no arguments, is called once before any run exists, and returns descriptors (`Capability`), never
-objects: what is installed can be listed, checked and explained without importing any of it. A run-file then picks by
-name, and only the picked capability's `load` is imported. Returning an empty list means "nothing on this machine".
+A hook takes no arguments and is called once, before any run exists. It returns descriptions (`Capability`), never
+objects, so that what is installed can be listed, checked and explained without importing it. A run-file then picks
+capabilities by name, and only what it picks is imported. An empty list means "nothing on this machine".
 
-What `load` must resolve to is the Protocol of the same name in `miles_core.kinds`; the kit that proves it is in
-`miles_core.testing`. Hook wrappers, `tryfirst` and `trylast` are refused: no plugin may see or reorder another's
-answer.
+For each kind, `miles_core.kinds` has the Protocol that the object named by `load` must follow, and `miles_core.testing`
+the conformance kit that proves it does. Hook wrappers, `tryfirst` and `trylast` are refused: no plugin may see or
+reorder what another one offers.
 """
 
 # mypy: disable-error-code="empty-body"
@@ -28,24 +28,25 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def miles_environments() -> Iterable[Capability]:
-    """Run one episode against a session, and perhaps bring the prompts. One per run.
+    """Run an episode, asking a session for the model's turns; may also bring the prompts. One per run.
 
-    `load`: a class, see `kinds.environment.Environment`; created once in the driver, `run` once per trajectory.
+    `load`: a class, see `kinds.environment.Environment`; created once in the driver, its `run` called for every
+    trajectory.
     """
 
 
 @hookspec
 def miles_rewards() -> Iterable[Capability]:
-    """Score a finished episode. One to many per run; weighted and summed.
+    """Score a finished episode. Any number per run; the scores are weighted and summed.
 
-    `load`: a plain or async function, see `kinds.reward.Reward`; called in a killable worker process with a deadline.
-    The run-file may also name a function directly: ``module:attr`` or ``file.py:fn``.
+    `load`: a plain or async function, see `kinds.reward.Reward`; called with a deadline, in a worker process that is
+    killed when it passes. A run-file may also name a function of its own: ``module:attr`` or ``file.py:fn``.
     """
 
 
 @hookspec
 def miles_filters() -> Iterable[Capability]:
-    """Keep or drop a finished group before it reaches the batch. None to many per run; all must keep.
+    """Keep or drop a finished group before it reaches the batch. Any number per run; a group must pass all of them.
 
     `load`: a plain function, see `kinds.filter.Filter`; called in the driver on every scored group.
     """
@@ -69,15 +70,16 @@ def miles_engines() -> Iterable[Capability]:
 
 @hookspec
 def miles_tito_families() -> Iterable[Capability]:
-    """Turn messages into tokens and back for one model family, append-only. One per run, picked or claimed.
+    """Turn messages into tokens, by appending only, and tokens into messages, for one model family. One per run: the
+    one that the run-file picks, else the one that claims the checkpoint.
 
-    `load`: a class, see `kinds.tito_family.TitoFamily`; created once, owned by the session layer.
+    `load`: a class, see `kinds.tito_family.TitoFamily`; created once and shared by all sessions.
     """
 
 
 @hookspec
 def miles_matchers() -> Iterable[Capability]:
-    """Decide whether a replayed message is the stored one. One per run.
+    """Decide whether a message that an agent sends again is the one that its session stored. One per run.
 
     `load`: a plain function, see `kinds.matcher.Matcher`; must return a bool, anything else fails the request.
     """
@@ -96,7 +98,7 @@ def miles_advantages() -> Iterable[Capability]:
 
 @hookspec
 def miles_corrections() -> Iterable[Capability]:
-    """Turn the log-ratio between trainer and rollout into per-token weights. None to many per run; weights multiply.
+    """Turn the log-ratio between trainer and rollout into per-token weights. Any number per run; weights multiply.
 
     `load`: a pure function, see `kinds.correction.Correction`; called in the driver on the whole batch.
     """
@@ -104,7 +106,7 @@ def miles_corrections() -> Iterable[Capability]:
 
 @hookspec
 def miles_losses() -> Iterable[Capability]:
-    """The per-token policy loss. One per run; reduction is separate and not a loss's business.
+    """The policy loss of each token. One per run; averaging over tokens is not the loss's business.
 
     `load`: a pure function, see `kinds.loss.Loss`; called in every trainer rank on each micro-batch.
     """
@@ -112,7 +114,7 @@ def miles_losses() -> Iterable[Capability]:
 
 @hookspec
 def miles_teachers() -> Iterable[Capability]:
-    """Score a trajectory's tokens under another model, for distillation. None to many per run.
+    """Score a trajectory's tokens under another model, for distillation. No run-file reads this kind yet.
 
     `load`: a class, see `kinds.teacher.Teacher`.
     """
@@ -120,24 +122,24 @@ def miles_teachers() -> Iterable[Capability]:
 
 @hookspec
 def miles_backends() -> Iterable[Capability]:
-    """Train: log-probs, gradient steps, checkpoints, weight export. One per run.
+    """Train: compute log-probs, take optimizer steps, write checkpoints, export weights. One per run.
 
-    `load`: a class, see `kinds.backend.Backend`; created by the executor, once per trainer rank; synchronous.
+    `load`: a class, see `kinds.backend.Backend`; created by the executor in every trainer rank.
     """
 
 
 @hookspec
 def miles_architectures() -> Iterable[Capability]:
-    """Map checkpoints of one architecture to backend `megatron`. One per run, found by the checkpoint.
+    """Map the tensors of one model architecture to backend `megatron`. No run-file names it: the checkpoint decides.
 
-    `load`: an object, see `kinds.architecture.Architecture`. Its name is the class in config.json's `architectures`,
-    as `capability.architecture_name` writes it; nothing in a run-file names it.
+    `load`: an object, see `kinds.architecture.Architecture`. Its name is the model class in config.json, written as
+    `capability.architecture_name` does.
     """
 
 
 @hookspec
 def miles_precisions() -> Iterable[Capability]:
-    """Quantise exported weights exactly as an engine does. One per run.
+    """Quantise exported weights exactly as an engine does. No run-file reads this kind yet.
 
     `load`: a class, see `kinds.precision.Precision`.
     """
@@ -148,31 +150,32 @@ def miles_precisions() -> Iterable[Capability]:
 
 @hookspec
 def miles_transports() -> Iterable[Capability]:
-    """Move a complete weight version from trainer to every engine, or nothing. One per run.
+    """Move a complete weight version from the trainer to every engine, or nothing at all. One per run.
 
-    `load`: a class, see `kinds.transport.Transport`; created in the driver, opened once, publishes after each update.
+    `load`: a class, see `kinds.transport.Transport`; created in the driver.
     """
 
 
 @hookspec
 def miles_executors() -> Iterable[Capability]:
-    """Place trainer ranks and engines. One per run.
+    """Start trainer ranks and engines, each in its place. One per run.
 
-    `load`: a class, see `kinds.executor.Executor`.
+    `load`: a class, see `kinds.executor.Executor`; created in the driver.
     """
 
 
 @hookspec
 def miles_trackers() -> Iterable[Capability]:
-    """Receive the metrics of every step. None to many per run, beside the metrics.jsonl that is always written.
+    """Receive the metrics of every step. Any number per run; `metrics.jsonl` is written in any case.
 
-    `load`: a class, see `kinds.tracker.Tracker`; a tracker that raises is reported and switched off, the run goes on.
+    `load`: a class, see `kinds.tracker.Tracker`; created in the driver. One that raises is reported and switched off,
+    and the run goes on.
     """
 
 
 @hookspec
 def miles_recipes() -> Iterable[Capability]:
-    """A complete job shape (SFT, distillation, diffusion) beyond the RL loop.
+    """A whole job beside the RL loop, such as supervised fine-tuning or distillation. No run-file reads this kind yet.
 
     `load`: a class, see `kinds.recipe.Recipe`.
     """

@@ -1,7 +1,7 @@
-"""What is installed: finds plugins, keeps one that fails from harming the rest, and answers by kind and name.
+"""What is installed: finds every plugin, and answers what a kind and a name stand for. One that fails harms no other.
 
-Built once in the driver and frozen. Workers do not discover: they are given `load` strings and import exactly those.
-Knows neither pydantic nor torch, so that listing stays instant.
+The registry is built once, in the driver, and never changes. Worker processes do not look for plugins: they are given
+`load` strings and import exactly those. Nothing here needs pydantic or torch, so that `miles plugins list` is instant.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FUNCTION_KINDS = frozenset({"reward", "filter", "matcher", "advantage", "loss", 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One capability, who brings it, and whether a run-file may pick it."""
+    """One capability, the distribution that brings it, and whether a run-file may pick it."""
 
     kind: str
     capability: Capability
@@ -62,7 +62,7 @@ class Entry:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:
-    """One entry point and what came of it."""
+    """One plugin (an entry point), and how loading it went."""
 
     name: str
     module: str
@@ -82,24 +82,24 @@ class Plugin:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Everything found, frozen."""
+    """Everything that was found; see `discover`."""
 
     plugins: tuple[Plugin, ...]
-    """Sorted by distribution and name, failed ones included."""
+    """Sorted by distribution and name; those that failed are among them."""
     capabilities: tuple[Entry, ...]
     """Sorted by kind (in the order of `KINDS`), name and distribution."""
     warnings: tuple[str, ...] = ()
-    """About what was asked and had no effect, such as disabling a plugin that is not installed."""
+    """Requests without effect, such as disabling a plugin that is not installed."""
 
     def entries(self, kind: str | None = None) -> tuple[Entry, ...]:
         """All capabilities, or those of one kind, whatever their state."""
         return tuple(entry for entry in self.capabilities if kind in (None, entry.kind))
 
     def get(self, kind: str, name: str) -> Entry:
-        """The capability a run-file picks.
+        """The capability of that name.
 
         Raises:
-            PluginError: the name is unknown, or its state is not ok; says why and what to do.
+            PluginError: there is none, or it cannot be used; says why, and what to do.
         """
         if kind not in KINDS:
             raise PluginError(f"there is no kind {kind!r}", expected=", ".join(KINDS), do=_did_you_mean(kind, KINDS))
@@ -119,15 +119,15 @@ class Registry:
         return entry
 
     def resolve(self, kind: str, use: str, base: Path | None = None) -> Entry:
-        """Like `get`, but for function kinds `use` may also be the user's own function.
+        """What a run-file's `use` stands for: a capability, or for kinds that are functions the user's own function.
 
         Args:
             kind: The kind.
             use: A capability's name, ``module:attr``, or ``file.py:fn``.
-            base: Folder that a relative file is relative to; the current one by default.
+            base: Where the path of a file starts; None is the working directory.
 
         Raises:
-            PluginError: as `get`; or a function is named where the kind needs a class; or the file does not exist.
+            PluginError: see `get`; or the kind cannot be a function; or the file does not exist.
         """
         return self.get(kind, use) if ":" not in use else _user_function(kind, use, base or Path.cwd())
 
@@ -163,11 +163,11 @@ def discover(disable: Iterable[str] = (), entry_points: Iterable[EntryPoint] | N
     """Find and load every plugin.
 
     Args:
-        disable: Distributions or entry points not to import, beside those in the variable MILES_DISABLE_PLUGINS.
-        entry_points: For tests; the environment's own by default.
+        disable: Distributions or entry points not to import, besides those named in MILES_DISABLE_PLUGINS.
+        entry_points: For tests; by default those of the environment.
 
     Returns:
-        The registry. A plugin that fails is in it with its state and reason, and harms nobody.
+        The registry. A plugin that failed is listed with its state and the reason.
     """
     if entry_points is None:
         entry_points = importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)
@@ -212,7 +212,7 @@ def discover(disable: Iterable[str] = (), entry_points: Iterable[EntryPoint] | N
 
 
 def load_target(target: str) -> Any:
-    """Import what a descriptor's `load`, `options` or `check` names; the one late import of the framework.
+    """Import the object that a capability's `load` or `options`, or a rule's `check`, names.
 
     Args:
         target: ``module:attribute``, or ``/absolute/file.py:function`` for a user's own function.
@@ -299,7 +299,7 @@ def _with_conflicts(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _unless_replaced(entry: Entry, entries: Sequence[Entry]) -> Entry:
-    """Nobody picks an architecture by name, so a user who installs one wants it instead of ours."""
+    """No run-file names an architecture, so a user who installs one must want it instead of ours."""
     if entry.kind != "architecture" or entry.distribution not in FIRST_PARTY:
         return entry
     same = [each for each in entries if (each.kind, each.name) == (entry.kind, entry.name)]

@@ -1,9 +1,9 @@
-"""The values that flow through a run, left to right; plain, immutable, numpy only.
+"""The values that flow through a run, in this order; all are plain, immutable and numpy only.
 
-    Prompt -> Session(s) -> Trajectory -> Group -> TrainBatch -> (loss, update) -> WeightBucket
+    Prompt -> (session) -> Trajectory -> Group -> TrainBatch -> (loss, optimizer step) -> WeightBucket
 
-Shape letters: T tokens of one trajectory, N packed tokens of a batch, S sequences of a batch, L MoE layers, K
-experts a token.
+Letters in shapes: T is the number of tokens of one trajectory, N that of a whole batch (sequences packed one after
+another), S the number of sequences of a batch, L the number of MoE layers, K the number of experts of a token.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
 RouteMode = Literal["off", "record", "replay"]
-"""What a run does with the experts of MoE layers: nothing; record them in the engine and count where the trainer's own
-choice differs; or also force them in the trainer (R3)."""
+"""What a run does with the experts that the engine's MoE layers chose. `off`: nothing. `record`: return them with the
+tokens and count where the trainer would have chosen others. `replay`: also make the trainer use them (R3)."""
 
 UNRECORDED = -1
-"""Fills the routes of a position that nobody recorded: all L x K of it. The trainer takes its own experts there."""
+"""Stands in all L x K routes of a position for which the engine recorded none. The trainer chooses for itself there."""
 
 
 # --- conversation ---------------------------------------------------------------------------------------------------
@@ -39,7 +39,7 @@ UNRECORDED = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call the model made. `arguments` is the JSON text exactly as parsed from the model's tokens."""
+    """A tool call of the model. `arguments` is the JSON text, character for character as the model wrote it."""
 
     id: str
     name: str
@@ -48,7 +48,7 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """One chat message; a view of tokens, never their source.
+    """One chat message. It is made from tokens; tokens that were sampled are never made from it.
 
     Example:
         Message(role="user", content="2 + 2 = ?")
@@ -97,10 +97,10 @@ class SamplingParams:
     min_p: float = 0.0
     max_tokens: int = 256
     stop: tuple[str, ...] = ()
-    """Stop strings; the tokens that spell one stay in the row, since they were sampled."""
+    """Stop strings. The tokens that spell one stay in the row, since they were sampled."""
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
-    """Makes a request's tokens a function of (weights, prompt, seed) and of nothing else the engine does."""
+    """With a seed, the tokens of a request depend on weights, prompt and seed alone, whatever else the engine does."""
 
 
 class FinishReason(StrEnum):
@@ -111,7 +111,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSpan:
-    """Sampled tokens ``[start, end)`` of a row that one weight version made; never empty."""
+    """Tokens ``[start, end)`` of a row, all sampled with one weight version; never empty."""
 
     start: int
     end: int
@@ -122,7 +122,7 @@ class TokenSpan:
 
 
 class Status(StrEnum):
-    """How a trajectory ended. A failed one is data: counted, kept out of loss and baseline, never scored 0."""
+    """How a trajectory ended. A failed one is counted and kept out of loss and baseline; it is never scored 0."""
 
     COMPLETED = "completed"
     TRUNCATED = "truncated"
@@ -131,7 +131,7 @@ class Status(StrEnum):
 
 
 class Boundary(StrEnum):
-    """Where a failed trajectory failed."""
+    """Which part of the system a failed trajectory failed in."""
 
     ENGINE = "engine"
     HARNESS = "harness"
@@ -149,11 +149,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One complete attempt at a prompt: the token row the session owns, and what is known of each token.
+    """One attempt at a prompt: the row of tokens that its session owns, and what is known of each token.
 
-    All token arrays have length T and share positions. `logprobs` is NaN where a token was not sampled (0.0 is a legal
-    log-prob). `sampled` and `loss_mask` are separate because branching histories train a token once though several
-    leaves contain it.
+    All arrays over tokens have length T. `logprobs` is NaN where the token was not sampled, since 0.0 is a legal
+    log-prob. `loss_mask` says which of the `sampled` tokens are trained: where a session branched, several rows hold
+    the same sampled tokens, and only one of these rows trains them.
     """
 
     prompt_id: str
@@ -164,24 +164,25 @@ class Trajectory:
     logprobs: Float32
     spans: tuple[TokenSpan, ...]
     temperature: float
-    """Temperature that sampled the tokens; the trainer divides logits by it (0 means 1, see SamplingParams)."""
+    """Temperature the tokens were sampled at; the trainer divides logits by it. 0 stands for greedy sampling, whose
+    log-probs are those of temperature 1 (see `SamplingParams`)."""
     status: Status
     failure: Failure | None = None
     reward: float | None = None
     routes: npt.NDArray[np.integer[Any]] | None = None
-    """int16 or int32 [T-1, L, K]: the experts that the token at each position was sent to, in each MoE layer in order
-    of depth (dense layers have no column), in the router's own order. Rows of `UNRECORDED` where the engine recorded
-    none, as behind an aborted turn. None where it records nothing at all. See `routing.codec`."""
+    """int16 or int32 [T-1, L, K]: the experts to which each MoE layer, in order of depth, sent the token at each
+    position, in the router's own order. The last token has none: it was never an input. `UNRECORDED` fills positions
+    without a record, such as those after an aborted turn. None if the engine records nothing. See `routing.codec`."""
     messages: tuple[Message, ...] = ()
     """The whole conversation, prompt included."""
     metadata: Mapping[str, Any] = field(default_factory=dict)
     """JSON-compatible facts from environment and reward (reward parts, turns, tool time)."""
     branches: tuple[Trajectory, ...] = ()
-    """Further rows of the same attempt, of a branching session: they share its reward and count as one with it."""
+    """Further rows of the same attempt, if its session branched. All rows together are one attempt with one reward."""
 
     @property
     def rows(self) -> tuple[Trajectory, ...]:
-        """Every row of the attempt that trains a token, this one first in any case."""
+        """This row, and those of its branches that train at least one token."""
         return (self, *(row for row in self.branches if row.loss_mask.any()))
 
     @property
@@ -239,15 +240,15 @@ def _row_problem(row: Trajectory) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All attempts at one prompt that a group-relative objective compares."""
+    """All attempts at one prompt; group-relative advantages compare them with one another."""
 
     prompt: Prompt
     trajectories: tuple[Trajectory, ...]
 
     @property
     def trainable(self) -> tuple[Trajectory, ...]:
-        """Those that ended by themselves or by length and were scored; failures and aborts are infrastructure, not
-        data."""
+        """The trajectories to learn from: ended by themselves or by length, scored, and with a token to train. Failures
+        and aborts say something about the infrastructure, not about the policy."""
         good = (Status.COMPLETED, Status.TRUNCATED)
         return tuple(t for t in self.trajectories if t.status in good and t.reward is not None and t.loss_mask.any())
 
@@ -257,9 +258,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """Whole trajectories, concatenated. Every denominator is already in `token_weights`; nothing downstream divides.
+    """Whole trajectories, one after another.
 
-    The loss of the update is ``sum(token_weights * per_token_loss)`` over all micro-batches of all ranks.
+    The loss of an update is ``sum(token_weights * per_token_loss)`` over all micro-batches of all ranks. Every
+    denominator is in `token_weights` already, so that no later stage divides by anything.
     """
 
     lengths: Int64
@@ -273,31 +275,31 @@ class TrainBatch:
     token_ids: Int32
     """[N]"""
     loss_mask: Bool
-    """[N] True where the token is trained. The log-prob at position i is that of token i given tokens < i of its
-    sequence."""
+    """[N] True where the token is trained. In all log-prob arrays, position i holds the log-prob of token i given the
+    tokens before it in its sequence."""
     rollout_logprobs: Float32
-    """[N] engine's log-prob; 0.0 where not sampled (checked NaN before)."""
+    """[N] the engine's log-prob; 0.0 where the token was not sampled (NaN in `Trajectory.logprobs`)."""
     versions: Int64
     """[N] weight version that sampled the token, -1 where not sampled."""
     advantages: Float32
     """[N]"""
     token_weights: Float32
-    """[N] reduction weight of the token over the whole update; 0 outside the mask."""
+    """[N] weight of the token's loss in the whole update; 0 where the token is not trained."""
     correction_weights: Float32
-    """[N] product of the corrections; 1 where none applies."""
+    """[N] product of the weights that the corrections give; 1 without any."""
     old_logprobs: Float32 | None = None
-    """[N] trainer's pre-update log-probs, or the rollout's when the run says so."""
+    """[N] the old policy's log-probs: the trainer's before the update, or the engine's if the run-file says so."""
     ref_logprobs: Float32 | None = None
-    """[N] reference policy's log-probs when KL to it is on."""
+    """[N] the reference policy's log-probs, if the run uses a KL to it."""
     values: Float32 | None = None
-    """[N] critic's values."""
+    """[N] a critic's values."""
     attempt_ids: Int64 | None = None
-    """[S] which attempt; the rows of a branching session share one. None: every sequence is an attempt."""
+    """[S] the attempt a sequence belongs to: rows of a session that branched share one. None if all differ."""
     routes: npt.NDArray[np.integer[Any]] | None = None
-    """[N, L, K] int16 or int32, as in `Trajectory.routes`. At position i token i is the router's input; it acts
-    on the log-prob of token i + 1; the row of a sequence's last token is `UNRECORDED`, since no log-prob depends on it.
-    `BackendContext.routes` says what a backend does with them, in every forward pass of the policy, with or without
-    gradient; the reference model always takes its own choice."""
+    """[N, L, K] int16 or int32, as in `Trajectory.routes`: the experts that token i was sent to, on which the log-prob
+    of token i + 1 depends. A sequence's last position is `UNRECORDED`: no log-prob depends on it. What a backend does
+    with them, in every forward pass of the policy, is said by `BackendContext.routes`; the reference policy always
+    chooses for itself."""
 
     @property
     def num_sequences(self) -> int:
@@ -313,21 +315,21 @@ class TrainBatch:
 
     @property
     def offsets(self) -> Int64:
-        """[S + 1] start of each sequence in the packed arrays, and N."""
+        """[S + 1] where each sequence starts in the packed arrays; N at the end."""
         return np.concatenate([[0], np.cumsum(self.lengths)]).astype(np.int64)
 
     @property
     def sequence_ids(self) -> Int64:
-        """[N]"""
+        """[N] the sequence of each token."""
         return np.repeat(np.arange(self.num_sequences, dtype=np.int64), self.lengths)
 
     @property
     def token_attempts(self) -> Int64:
-        """[N] attempt of each token: what an advantage and a reduction take for a sequence."""
+        """[N] the attempt of each token. Advantages and reductions go by attempts: a branched one counts once."""
         return self.sequence_ids if self.attempt_ids is None else np.repeat(self.attempt_ids, self.lengths)
 
     def select(self, sequences: Sequence[int]) -> TrainBatch:
-        """The batch of the given sequences, in that order; weights keep their whole-update meaning."""
+        """A batch of the given sequences, in that order. Token weights stay what they were in the whole update."""
         picked = np.asarray(sequences, dtype=np.int64)
         starts = self.offsets[:-1]
         tokens = np.concatenate(
@@ -368,7 +370,7 @@ class NamedTensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightBucket:
-    """A bounded piece of one weight version. Tied and fused groups are never split over buckets."""
+    """A piece of one weight version, of bounded size. Tensors that engines fuse into one are never split over two."""
 
     version: int
     index: int
@@ -385,7 +387,7 @@ class WeightBucket:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightManifest:
-    """What one side saw of a weight version: the digest (`weights.digests`) of every tensor."""
+    """One side's account of a weight version: the digest (`weights.digests`) of every tensor it sent or received."""
 
     version: int
     digests: Mapping[str, str]

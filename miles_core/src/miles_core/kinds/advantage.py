@@ -1,4 +1,4 @@
-"""Advantage: rewards to per-token advantages."""
+"""Advantage: turns the rewards of a batch into one number for each token."""
 
 from __future__ import annotations
 
@@ -11,24 +11,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdvantageInputs:
-    """The whole batch of one step. S sequences, N packed tokens; float32 or float64, results keep the dtype."""
+    """The whole batch of one step: S trajectories with N tokens in all. Floats are float32 or float64."""
 
     rewards: Tensor
-    """f[S] one scalar per trajectory; failures were taken out before, so every row counts."""
+    """f[S] one number per trajectory. Failed trajectories are not among them."""
     group_ids: Tensor
-    """i64[S] trajectories of one prompt share an id; groups may differ in size."""
+    """i64[S] equal for trajectories of one prompt; groups may differ in size."""
     sequence_ids: Tensor
-    """i64[N] sequence of each token, ascending."""
+    """i64[N] the trajectory of each token, ascending from 0."""
     mask: Tensor
-    """bool[N] trained tokens."""
+    """bool[N] True where the token is trained."""
     kl: Tensor | None = None
-    """f[N] per-token KL estimate to the reference policy, already times its coefficient, when KL is in the reward."""
+    """f[N] the KL penalty of each token, coefficient included, if the run has KL in the reward."""
     values: Tensor | None = None
-    """f[N] critic's values."""
+    """f[N] a critic's values."""
 
 
 class Advantage(Protocol):
-    """``(inputs, **options) -> f[N]``: pure; 0 outside the mask; finite for every finite reward, also for all-equal
-    ones."""
+    """``(inputs, **options) -> f[N]``, in the dtype of the rewards.
+
+    Pure. 0 where the mask is False; finite for all finite rewards, also where they are all equal.
+    """
 
     def __call__(self, inputs: AdvantageInputs, /, **options: Any) -> Tensor: ...

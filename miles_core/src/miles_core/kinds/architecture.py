@@ -1,4 +1,4 @@
-"""Architecture: how the tensors of one family of checkpoints become the parameters of backend `megatron`."""
+"""Architecture: how the tensors of checkpoints of one architecture become the parameters of backend `megatron`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any, Protocol
 
 
 class Architecture(Protocol):
-    """What `load` names is an object with these, such as a `miles_megatron.tables.Architecture`; it is data only."""
+    """Data only. `load` names an object with these attributes, usually a `miles_megatron.tables.Architecture`."""
 
     @property
     def model_types(self) -> Sequence[str]:
-        """``model_type`` of config.json, of every checkpoint it maps."""
+        """The values of ``model_type`` in config.json of the checkpoints that it maps."""
         ...
 
     @property

@@ -1,4 +1,4 @@
-"""Backend: one rank of the trainer; synchronous."""
+"""Backend: one rank of the trainer. Its methods are ordinary blocking calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from miles_core.types import Float32, RouteMode, TrainBatch, WeightBucket
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerSettings:
-    """AdamW and its schedule; every backend honours every field."""
+    """AdamW and its learning-rate schedule. Every backend must honour every field."""
 
     lr: float
     betas: tuple[float, float]
@@ -23,30 +23,31 @@ class OptimizerSettings:
     min_lr_ratio: float
     """Final learning rate as a fraction of `lr`."""
     total_steps: int
-    """Optimizer steps of the whole run; the schedule ends there."""
+    """Optimizer steps of the whole run, at which the schedule ends."""
     clip_grad_norm: float | None
-    """Global L2 norm over all ranks and shards, or None."""
+    """Largest L2 norm of the whole gradient, over all ranks and shards; None does not clip."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossSettings:
-    """The objective as each rank evaluates it on a micro-batch."""
+    """What each rank computes on a micro-batch."""
 
     load: str
     """``module:function`` of the picked loss."""
     options: Mapping[str, Any] = field(default_factory=dict)
     entropy_coef: float = 0.0
-    """Subtracts coef * entropy, weighted like the policy loss."""
+    """The loss of a token is lowered by this times the entropy of the policy there."""
     kl_coef: float = 0.0
-    """Adds coef * KL to `ref_logprobs` in the loss; 0 when KL is off or in the reward."""
+    """The loss of a token is raised by this times the KL to the reference policy; 0 without KL, and with KL in the
+    reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     on_nonfinite: Literal["skip", "stop"] = "stop"
-    """What a NaN or infinity in loss or gradient does; all ranks agree on it."""
+    """What all ranks do when the loss or the gradient of any rank is NaN or infinite."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendContext:
-    """What the executor tells a rank at creation. torch.distributed is already initialised when `world_size` > 1."""
+    """What the executor tells a rank at creation. With `world_size` > 1, torch.distributed is already initialised."""
 
     model_path: str
     device: str
@@ -58,78 +59,83 @@ class BackendContext:
     reference: bool
     """Keep a frozen copy of the initial policy and answer ``log_probs(..., model="reference")``."""
     routes: RouteMode = "off"
-    """What the policy's forward passes do with `TrainBatch.routes`: ignore them, count where the own choice differs, or
-    also replay them (tag `replays-routes`). Anything but off needs a model with MoE layers."""
+    """What forward passes of the policy do with `TrainBatch.routes`: ignore them, count where the trainer's routers
+    would choose other experts, or also use the recorded ones (tag `replays-routes`). The model has MoE layers unless
+    this is `off`."""
     true_on_policy: bool = False
-    """Compute the log-probs that the engine sampled with, bit for bit (tag `true-on-policy`)."""
+    """Compute exactly the log-probs that the engine sampled with, bit for bit (tag `true-on-policy`)."""
     architecture: str | None = None
-    """``module:attribute`` of the table that a plugin brings for this checkpoint (`kinds.architecture`), if any."""
+    """``module:attribute`` of the `kinds.architecture.Architecture` that a plugin has for this checkpoint, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouteCounts:
-    """(position, MoE layer) pairs of one scoring pass, summed over all ranks; a sequence's last position is in none.
+    """How recorded routes compare with the trainer's, in one scoring pass over all ranks.
 
-    Sets are compared, not orders.
+    Counted are (position, MoE layer) pairs; the last position of a sequence is left out. Experts are compared as sets,
+    whatever their order.
     """
 
     recorded: int
     """Pairs with a record."""
     unrecorded: int
-    """Pairs without one; they take the trainer's own choice."""
+    """Pairs without a record, for which the trainer chose."""
     own_differs: int
-    """Recorded pairs for which the trainer's own choice, in this very pass, is another set of experts."""
+    """Recorded pairs for which the trainer's router, in this very pass, would have chosen other experts."""
     used_differs: int
-    """Recorded pairs whose token was sent to another set of experts; 0 under replay."""
+    """Recorded pairs for which the trainer used other experts than recorded; 0 under replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMetrics:
-    """Global figures of one optimizer step; equal on every rank."""
+    """Figures of one optimizer step over all ranks; the same on every rank."""
 
     values: Mapping[str, float]
-    """``loss, grad_norm, lr, entropy``, ``kl`` when on, and each metric of the loss under its own name."""
+    """``loss``, ``grad_norm``, ``lr``, ``entropy``, with a KL ``kl``, and each metric of the loss by its name."""
     skipped: str | None = None
-    """Why no update happened (non-finite loss or gradient), or None."""
+    """Why the step was not taken (a loss or gradient that is not finite), or None."""
 
 
 class Backend(Protocol):
-    """Created once per rank as ``Backend(options, context)``. All ranks call every method with the same arguments.
+    """Created in every rank as ``Backend(options, context)``. Each method is called on all ranks with equal arguments.
 
-    Each rank is handed the whole update's batch and takes its own share, so that splitting is the backend's business
-    and the gradient is that of ``sum(token_weights * per_token_loss)`` whatever the ranks and micro-batches.
+    Each rank gets the whole batch of an update and takes its own share of it. How the batch is split over ranks and
+    micro-batches is the backend's business: the gradient must always be that of
+    ``sum(token_weights * per_token_loss)`` over the whole batch.
 
-    Options that need several ranks have a method ``on_one_rank()``, which returns them without what does: checkpoints
-    are converted in one process, whatever layout the run has.
+    Checkpoints are converted in one process, whatever layout the run has. If some options need several ranks, their
+    class therefore has a method ``on_one_rank()`` that returns the options of the same model on one rank.
     """
 
     def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32:
-        """f32[N] log-prob of every trained token (`loss_mask`) given its prefix under temperature scaling.
+        """f32[N] log-prob of every trained token given the tokens before it, at the temperature it was sampled with.
 
-        Without gradient or dropout. 0.0 outside the mask and at each sequence's first token. Complete on rank 0; other
-        ranks may return anything of shape [N].
+        Without gradient or dropout. 0.0 where `loss_mask` is False, and at the first token of each sequence. Only rank
+        0 has to return the values; other ranks may return anything of shape [N].
         """
         ...
 
     def route_counts(self) -> RouteCounts | None:
-        """Of the latest ``log_probs(batch, model="policy")``; None before one, or with routes off (tag
-        `replays-routes`)."""
+        """The counts of the latest ``log_probs(batch, model="policy")``; None before the first, and with routes off
+        (tag `replays-routes`)."""
         ...
 
     def train_step(self, batch: TrainBatch) -> StepMetrics:
-        """One optimizer step; per token ``correction_weights * policy loss - entropy_coef * H + kl_coef * KL``."""
+        """Take one optimizer step. The loss of a token is
+        ``correction_weights * policy loss - entropy_coef * entropy + kl_coef * KL``."""
         ...
 
     def export(self, version: int) -> Iterator[WeightBucket]:
-        """Buckets of the full weights under Hugging Face names in the serving dtype; ranks take part together.
+        """The current weights, bucket by bucket, under Hugging Face names and in the dtype that engines serve.
 
-        Every rank yields every bucket; or only what its pipeline stage holds, with `WeightBucket.holders`, where the
-        transport lets each rank move what it owns (`disk-delta`).
+        All ranks call it together and every rank yields every bucket; or, where the transport lets each rank move what
+        it owns (`disk-delta`), only what its pipeline stage holds, with `WeightBucket.holders`.
         """
         ...
 
     def save(self, directory: Path) -> None:
-        """Write parameters, optimizer and schedule so that `load` continues bit for bit, also at another world size."""
+        """Write parameters, optimizer and schedule, so that after `load` training goes on bit for bit. Another number
+        of ranks must be able to read them."""
         ...
 
     def load(self, directory: Path) -> None: ...
@@ -139,7 +145,7 @@ class Backend(Protocol):
         ...
 
     def offload(self) -> None:
-        """Move state out of accelerator memory until `onload`; a no-op on CPU."""
+        """Move everything out of accelerator memory, until `onload`. Does nothing on a CPU."""
         ...
 
     def onload(self) -> None: ...

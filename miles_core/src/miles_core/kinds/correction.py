@@ -1,4 +1,4 @@
-"""Correction: the train/rollout log-ratio to per-token weights."""
+"""Correction: turns the log-ratio between trainer and rollout into a weight for each token."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ if TYPE_CHECKING:
 
 
 class Correction(Protocol):
-    """``(log_ratio f[N], mask bool[N], sequence_ids i64[N], **options) -> (weight f[N], metrics)``.
+    """``(log_ratio f[N], mask bool[N], sequence_ids i64[N], **options) -> (weight f[N], metrics)``. Pure.
 
-    `log_ratio` is trainer pre-update minus rollout log-prob. The weight multiplies the per-token loss after any
-    clipping,
-    is 1 outside the mask and carries no gradient. Metrics are per-token tensors f[N]; the caller means them over the
-    mask.
+    `log_ratio` is the trainer's log-prob before the update minus the engine's. The weight multiplies the loss of its
+    token, after any clipping; it is 1 where the mask is False and carries no gradient. Metrics are tensors f[N], whose
+    means over trained tokens are reported.
     """
 
     def __call__(

@@ -11,10 +11,10 @@ from miles_core.types import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class FinishedGroup:
-    """A whole group whose generation and rewards are final."""
+    """A group whose trajectories are all generated and scored."""
 
     number: int
-    """Of the group, unique in the run; a later one was started later."""
+    """Unique in the run; a group that was started later has a higher one."""
     group: Group
 
 
@@ -25,32 +25,35 @@ class BufferContext:
     groups_per_step: int
     """Groups of one batch."""
     max_weight_staleness: int | None
-    """Published versions a group may be behind when it is taken; None is no limit."""
+    """How old a group may be when it is taken, in published versions; None is no limit."""
     judge: Callable[[Group], str | None]
-    """Why a finished group cannot be trained (it failed, or a filter says so), or None. The verdict never changes."""
+    """Tells why a group cannot be trained (it failed, or a filter drops it), or None. The answer never changes."""
     age: Callable[[Group], int | None]
-    """Published versions the group's oldest token is behind now, or None when no token has a version."""
+    """Tells how many published versions the group's oldest token is behind now; None when no token has a version."""
     reject: Callable[[FinishedGroup, str], None]
-    """Takes a group that will not be trained. The reason is what `judge` said, or ``stale``."""
+    """To be called with a group that will not be trained, and the reason: the answer of `judge`, or ``stale``."""
 
 
 class DataBuffer(Protocol):
     """Created in the driver as ``DataBuffer(options, context)``. All calls come from one event loop.
 
-    Every group put in is either handed out by `get` once or given to `context.reject` once.
+    Every group that is put in must come out exactly once: through `get`, or through `context.reject`.
     """
 
     async def put(self, finished: FinishedGroup) -> None:
-        """Judge a group, then keep it; wait while the buffer is full. A rejected group never waits.
+        """Take a group in, or reject it if `context.judge` finds a reason. Waits while the buffer is full, except with
+        a group that is rejected.
 
-        Waiting is the backpressure: while a put waits, nothing new is started. Cancelling it leaves the group out.
+        Waiting here is what holds the rollout back: no new group starts meanwhile. If the call is cancelled, the group
+        is not in the buffer.
         """
         ...
 
     async def get(self) -> FinishedGroup:
-        """The next group to train, judged for its age now; wait for one. Cancelling it takes nothing out."""
+        """Hand out the next group to train, and reject groups that are too old by now. Waits for one. If the call is
+        cancelled, no group has left the buffer."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
-        """Gauges: ``size`` (groups held) and ``capacity``."""
+        """At least ``size``, the number of groups held, and ``capacity``."""
         ...

@@ -1,4 +1,4 @@
-"""Engine: samples tokens, token ids in, token ids out."""
+"""Engine: samples tokens. Token ids go in, token ids come out; text is no concern of an engine."""
 
 from __future__ import annotations
 
@@ -20,34 +20,34 @@ PauseMode = Literal["retract", "in-place", "abort"]
 class GenerateRequest:
     request_id: str
     session_id: str
-    """Turns of one session share it, so that an engine can reuse their prefix."""
+    """The same for all turns of a session, so that an engine can reuse their common prefix."""
     token_ids: Sequence[int]
-    """Immutable. Sessions pass a compact row (`session.row.TokenIds`); ``list()`` of it is the fast way to Python
-    ints."""
+    """The prompt; never changed. Sessions pass a compact `session.row.TokenIds`, of which ``list()`` quickly makes
+    Python integers."""
     params: SamplingParams
     continued: int = 0
-    """Trailing tokens of `token_ids` that were sampled already, by an engine that was lost: stop strings may begin in
-    them, and routes cover them like the rest of the prompt."""
+    """How many tokens at the end of the prompt belong to the answer: another engine sampled them before it was lost. A
+    stop string may begin within them."""
     routes: bool = False
-    """Return the experts of every MoE layer (tag `records-routes`)."""
+    """Whether to return the experts that each MoE layer chose (tag `records-routes`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """Sampled tokens, in order. The last chunk of a request carries the finish reason (and may carry no token)."""
+    """The next sampled tokens of a request. The last chunk has the finish reason, and may have no tokens."""
 
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
-    """Of each sampled token under the temperature-scaled, full-vocabulary policy; never renormalised after
-    top-p/top-k."""
+    """Log-prob of each token under the full-vocabulary policy at the sampling temperature; top-p, top-k and min-p do
+    not change it."""
     weight_version: int
-    """Version that sampled all tokens of this chunk."""
+    """The version that sampled all tokens of this chunk."""
     finish_reason: FinishReason | None = None
     routes: npt.NDArray[np.integer[Any]] | None = None
-    """Last chunk only: [prompt + output - 1, L, K], see `Trajectory.routes`. A row holds the experts of the pass that
-    computed the position first: preemption and other weights recompute key-values, never recorded rows."""
+    """In the last chunk only: [prompt + output - 1, L, K], see `Trajectory.routes`. Each position keeps the experts of
+    the pass that first computed it, also when a preemption or new weights make its key-values be computed again."""
     cached_tokens: int = 0
-    """Last chunk only: prompt tokens whose KV was reused."""
+    """In the last chunk only: how many prompt tokens had their key-values reused."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,27 +62,26 @@ class EngineContext:
     seed: int
     index: int = 0
     routes: bool = False
-    """Requests will ask for routes: an engine that must know beforehand (tag `records-routes`) does here."""
+    """Whether requests will ask for routes, for engines that must know it when they start (tag `records-routes`)."""
     true_on_policy: bool = False
-    """Compute log-probs that the trainer reproduces bit for bit (tag `true-on-policy`)."""
+    """Compute log-probs that the trainer can reproduce bit for bit (tag `true-on-policy`)."""
     log_dir: str | None = None
-    """Folder for logs of processes the engine starts; None outside a run."""
+    """Folder for the logs of processes that the engine starts; None outside a run."""
 
 
 class Engine(Protocol):
-    """Created as ``Engine(options, context)``; asynchronous.
+    """Created as ``Engine(options, context)``, by the executor, once for each replica.
 
-    Life: created -> serving; ``pause`` -> paused -> ``begin_update`` -> updating -> ``activate`` -> paused ->
-    ``resume``.
-    Weights become visible only through `activate`, only when the version is complete, and all at once.
+    A weight update is ``receive`` (beside serving, with the tag `stages-aside`), ``pause``, ``activate``, ``resume``.
+    New weights take effect only in `activate`: all of them at once, and only a complete version.
     """
 
     async def start(self) -> None:
-        """Load the checkpoint and become ready to generate, at weight version -1 (nothing published yet)."""
+        """Load the checkpoint and be ready to generate. The weight version is -1: nothing was published yet."""
         ...
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Chunk]:
-        """Sample. Closing the iterator early aborts the request.
+        """Sample a continuation of the prompt. Closing the iterator early aborts the request.
 
         Raises:
             EngineError: the request does not fit the context, or the engine is closed.
@@ -90,60 +89,65 @@ class Engine(Protocol):
         ...
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        """Stop between tokens; requests that arrive meanwhile wait. Idempotent.
+        """Stop generating, between two tokens. Requests that arrive meanwhile wait. Pausing twice is the same as once.
 
-        ``retract`` returns requests in flight to the queue: their KV is dropped and recomputed from ids on resume,
-        their sampled tokens and log-probs are kept. ``in-place`` (tag `pauses-in-place`) freezes them with their KV,
-        which an `activate` leaves alone: they go on under the new weights over the old KV, and nothing else may reuse
-        it.
-        ``abort`` ends every one with `FinishReason.ABORT` and the tokens it has.
+        Args:
+            mode: What becomes of the requests in flight. All keep the tokens and log-probs they have.
+                ``retract`` returns them to the queue and drops their key-values, which `resume` computes again from
+                the ids. ``in-place`` (tag `pauses-in-place`) freezes them: under the new weights they go on over their
+                old key-values, which no other request may use. ``abort`` ends them with `FinishReason.ABORT`.
         """
         ...
 
     async def resume(self) -> None:
-        """Go on. KV of an older weight version is never continued, but for requests frozen in place. Idempotent."""
+        """Generate again. Except for requests frozen in place, no key-values of older weights may be used. Resuming
+        twice is the same as once."""
         ...
 
     async def open_receiver(self, make: Callable[[], Receiver]) -> None:
-        """Build the transport's receiving end in this process and keep it until the next one or the engine's end, which
-        close it: the transport is connected anew for an engine that joins."""
+        """Build the transport's receiving end in this process, and close the one before it, if any.
+
+        It is closed with the engine. It is replaced when the transport connects anew because another engine joined.
+        """
         ...
 
     async def receive(self, version: int) -> WeightManifest:
-        """Take buckets from the receiver into a staging area until the one marked last.
+        """Take all buckets of a version from the receiver and stage them, without serving them.
 
         Raises:
-            EngineError: a tensor is unknown, of another shape or dtype, sent twice, or missing at the end. The serving
-                weights are untouched and the staged ones dropped.
+            EngineError: a tensor is unknown, has another shape or dtype, came twice, or is missing at the end. What was
+                staged is dropped, and the weights that are served are untouched.
         """
         ...
 
     async def activate(self, version: int) -> None:
-        """Swap the staged version in, flush every cache of the old one (but the KV of requests frozen in place), serve
-        `version` from the next token on.
+        """Serve the staged version from the next token on, and flush every cache of the old one, except the key-values
+        of requests frozen in place.
 
         Raises:
             EngineError: that version is not staged completely.
         """
         ...
 
-    async def version(self) -> int: ...
+    async def version(self) -> int:
+        """The weight version that is served; -1 before the first."""
+        ...
 
     async def scramble(self, seed: int) -> None:
-        """Overwrite every weight with noise (tag `verifies-weights`); the next published version must replace it
-        all."""
+        """Overwrite every weight with noise, so that it shows if the next version does not replace all of them (tag
+        `verifies-weights`)."""
         ...
 
     async def digests(self, names: Collection[str] | None = None) -> Mapping[str, str]:
-        """Digests (`weights.digests.digest_tensor`) of the tensors the engine serves with *now*, under their Hugging
+        """Digests (`weights.digests.digest_tensor`) of the tensors that the engine serves *now*, under their Hugging
         Face names (tag `verifies-weights`).
 
-        They tell of the live weights, never of the copy that was received. An engine with fused or sharded layouts
-        answers for the parts: it slices them out of the live tensor, or asks its server for a checksum of the fused
-        one, rebuilds from the received parts what that must be, and reports the parts' digests where the two agree.
+        They must be computed from the live weights, not from the copy that was received. If the engine fuses or shards
+        tensors, it still answers for the parts. Either it cuts them out of the live tensor; or it compares a checksum
+        of the live fused tensor with that of the parts put together, and reports the parts' digests if the two agree.
 
         Args:
-            names: Only these, where there are many; None is all.
+            names: The tensors that are asked for; None is all.
         """
         ...
 
@@ -151,4 +155,6 @@ class Engine(Protocol):
         """Gauges for the display: running, waiting, tokens sampled, cached tokens."""
         ...
 
-    async def close(self) -> None: ...
+    async def close(self) -> None:
+        """End requests in flight with an `EngineError`, and free everything."""
+        ...

@@ -1,4 +1,4 @@
-"""Executor: places trainer ranks and engines, and hands the driver one object for each side."""
+"""Executor: starts trainer ranks and engines, and gives the driver one object for all ranks and one for each engine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from miles_core.types import Float32, RouteMode, TrainBatch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerSpec:
-    """Everything a rank needs, resolved by the driver: workers import exactly `load` and discover nothing."""
+    """Everything a rank needs. The driver has resolved it: workers import exactly `load` and look for no plugins."""
 
     load: str
     """``module:Class`` of the backend."""
@@ -52,9 +52,14 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
+    """Everything an engine needs; see `TrainerSpec`. The meaning of most fields is said in `EngineContext`."""
+
     load: str
+    """``module:Class`` of the engine."""
     options: Any
+    """The engine's own validated options model."""
     count: int
+    """How many replicas to start."""
     model_path: str
     context_length: int | None
     device: Literal["cpu", "cuda"]
@@ -78,7 +83,8 @@ class EngineSpec:
 
 
 class Trainer(WeightSource, Protocol):
-    """All ranks as one object; asynchronous. A failing rank's error is raised with its rank in `where`."""
+    """All ranks as one object: the methods of `kinds.backend.Backend`, to be awaited. An error that a rank raises is
+    raised here, with the rank in its `where`."""
 
     async def log_probs(self, batch: TrainBatch, *, model: Literal["policy", "reference"] = "policy") -> Float32: ...
     async def route_counts(self) -> RouteCounts | None:
@@ -95,19 +101,19 @@ class Trainer(WeightSource, Protocol):
 
 
 class Executor(Protocol):
-    """Created in the driver as ``Executor(options)``; owns every process it starts and leaves none behind after
-    `close`."""
+    """Created in the driver as ``Executor(options)``. After `close`, no process that it started is left."""
 
     async def start_trainer(self, spec: TrainerSpec) -> Trainer: ...
     async def start_engines(self, spec: EngineSpec) -> Sequence[Engine]:
-        """Create `spec.count` engines, each with its `index`, and start them: they are ready to generate on return.
+        """Create and start `spec.count` engines. They are ready to generate when this returns.
 
-        A later call adds engines: their indices go on where the earlier ones end, and each keeps its own call's spec.
+        Engines are numbered from 0. A later call adds engines, whose numbers follow those of the earlier ones.
         """
         ...
 
     async def restart_engine(self, index: int) -> Engine:
-        """End what is left of an engine and start a new one in its place; it serves no weights yet (version -1).
+        """End what is left of an engine and start another one in its place, from the same spec. Its weight version is
+        -1.
 
         Raises:
             EngineError: it did not start.
@@ -115,7 +121,7 @@ class Executor(Protocol):
         ...
 
     async def describe(self) -> Mapping[str, str]:
-        """Where each rank and engine runs, for env.json and error messages."""
+        """Where each rank and engine runs, for the run's events and for error messages."""
         ...
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""Filter: keep or drop a finished, scored group."""
+"""Filter: decides whether a finished, scored group is trained."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from miles_core.types import Group
 
 
 class Filter(Protocol):
-    """``(group, **options) -> None | str``: None keeps the group, a short snake_case reason drops and counts it."""
+    """``(group, **options) -> None | str``. None keeps the group. A short reason in snake_case drops it; dropped groups
+    are counted under their reason."""
 
     def __call__(self, group: Group, /, **options: Any) -> str | None: ...

@@ -1,4 +1,4 @@
-"""Loss: the per-token policy loss. Reduction is not its business: it returns f[N], the backend applies the weights."""
+"""Loss: the policy loss of each token. It averages nothing: the backend applies the weights of the tokens."""
 
 from __future__ import annotations
 
@@ -11,29 +11,30 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossInputs:
-    """One micro-batch of whole sequences. N packed tokens."""
+    """One micro-batch: whole sequences, with N tokens in all."""
 
     logprobs: Tensor
-    """f32[N] of the policy being optimised; carries the gradient. 0 outside the mask."""
+    """f32[N] log-probs under the policy that is trained, with gradient; 0 where the mask is False."""
     old_logprobs: Tensor
-    """f32[N] of the old policy (trainer pre-update, or rollout when the run says so)."""
+    """f32[N] log-probs under the old policy: the trainer's before the update, or the engine's if the run-file says
+    so."""
     advantages: Tensor
     """f32[N]"""
     mask: Tensor
-    """bool[N]"""
+    """bool[N] True where the token is trained."""
     sequence_ids: Tensor
-    """i64[N] sequence of each token within the micro-batch, ascending from 0; sequences are never split."""
+    """i64[N] the sequence of each token within the micro-batch, ascending from 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LossOutput:
     per_token: Tensor
-    """f32[N], 0 outside the mask; its value at a token depends on the token's own sequence alone."""
+    """f32[N], 0 where the mask is False. The loss of a token may depend on its own sequence only."""
     metrics: dict[str, Tensor] = field(default_factory=dict)
-    """Per-token f32[N] without gradient; the backend reports their mean over all trained tokens of the update."""
+    """f32[N] each, without gradient. The backend reports their means over all trained tokens of the update."""
 
 
 class Loss(Protocol):
-    """``(inputs, **options) -> LossOutput``: pure and differentiable in ``inputs.logprobs``."""
+    """``(inputs, **options) -> LossOutput``. Pure, and differentiable in ``inputs.logprobs``."""
 
     def __call__(self, inputs: LossInputs, /, **options: Any) -> LossOutput: ...

@@ -1,4 +1,4 @@
-"""Matcher: is the message an agent replays the one the session stored at that position?"""
+"""Matcher: tells whether a message that an agent sends again is the one its session stored at that position."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from miles_core.types import Message
 
 
 class Matcher(Protocol):
-    """``(stored, replayed) -> bool``: pure. An exception or a non-bool result fails the request, naming the matcher."""
+    """``(stored, replayed) -> bool``. Pure. If it raises, or returns anything but a bool, the request fails with an
+    error that names the matcher."""
 
     def __call__(self, stored: Message, replayed: Message, /) -> bool: ...

@@ -1,4 +1,4 @@
-"""Precision: quantises exported weights exactly as an engine will."""
+"""Precision: quantises exported weights exactly as an engine does."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from miles_core.types import NamedTensor
 
 
 class Precision(Protocol):
-    """Created as ``Precision(options)``; pure afterwards."""
+    """Created as ``Precision(options)``. Its methods are pure."""
 
     def skips(self, name: str) -> bool:
-        """Whether the tensor of that full name stays in its original dtype; both sides use the same answer."""
+        """Whether the tensor of that name is sent in its original dtype. Trainer and engine use the same answer."""
         ...
 
     def quantize(self, tensor: NamedTensor) -> Sequence[NamedTensor]:
-        """The tensors to send instead, scales included; deterministic."""
+        """The tensors to send instead, scales included. Equal inputs give equal bits."""
         ...
 
     def dequantize(self, tensors: Sequence[NamedTensor]) -> NamedTensor:
-        """Back to one tensor; ``dequantize(quantize(x))`` is within the format's error of x."""
+        """The way back. ``dequantize(quantize(x))`` differs from x by no more than the format's rounding."""
         ...

@@ -1,4 +1,4 @@
-"""Recipe: a complete job shape beyond the RL loop."""
+"""Recipe: a whole job beside the RL loop, such as supervised fine-tuning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reward: score a finished episode."""
+"""Reward: scores a finished episode."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from miles_core.types import Message, Prompt
 
 MAX_REWARD = 3.4e38
-"""Nothing beyond float32 is a score: its square, its sum and the trainer's copy of it would not be finite."""
+"""The largest score. Rewards become float32, and anything larger would not be finite there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """What a reward sees; picklable, since it is called in another process."""
+    """What a reward gets to see. It is pickled, since rewards are called in another process."""
 
     prompt: Prompt
     messages: tuple[Message, ...]
@@ -22,17 +22,17 @@ class Scored:
     response: str
     """Text of the last assistant message."""
     truncated: bool
-    """The last completion ended by length."""
+    """Whether the last assistant message was cut off by length."""
     metadata: Mapping[str, Any]
-    """What the environment reported."""
+    """What the environment reported (`EpisodeResult.metadata`)."""
 
 
 class Reward(Protocol):
-    """``(scored, **options) -> float``, plain or async.
+    """``(scored, **options) -> float``, a plain or an async function.
 
-    Must return a finite number within `MAX_REWARD`. An exception, a time-out or NaN makes the trajectory
-    failed(reward): counted, kept out of loss and baseline, never scored 0. Return a mapping to report parts:
-    ``{"reward": 0.5, "format": 1.0}``.
+    It returns a finite number, or a mapping to report parts too: ``{"reward": 0.5, "format": 1.0}``. If it raises, runs
+    past its deadline or returns NaN, the trajectory counts as failed and is kept out of loss and baseline; it is never
+    scored 0.
     """
 
     def __call__(

@@ -8,10 +8,10 @@ from miles_core.types import Float32, Trajectory
 
 
 class Teacher(Protocol):
-    """Created as ``Teacher(options)``; asynchronous."""
+    """Created as ``Teacher(options)``."""
 
     async def score(self, trajectory: Trajectory) -> Float32:
-        """f32[T] log-prob of each token of the row under the teacher; NaN where it cannot tell."""
+        """f32[T] log-prob of each token of the row under the teacher; NaN for tokens it cannot score."""
         ...
 
     async def close(self) -> None: ...

@@ -1,4 +1,4 @@
-"""TITO family: messages to tokens and back, append-only, for one model family."""
+"""TITO family ("tokens in, tokens out"): turns messages into tokens, by appending only, and tokens into messages."""
 
 from __future__ import annotations
 
@@ -12,30 +12,33 @@ from miles_core.types import Message, Tool, ToolCall
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta:
-    """A piece of an assistant message that became certain while its tokens are still being sampled."""
+    """A piece of an assistant message that is certain already, while further tokens are still being sampled."""
 
     content: str = ""
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
-    """Whole calls: text is a call only once it is well-formed, since a broken one stays in the content."""
+    """Whole calls only: until a call is well-formed, it may turn out to be plain text."""
 
 
 class StreamParser(Protocol):
-    """Parses one assistant turn while it is sampled. The deltas joined are `TitoFamily.parse` of all ids, however the
-    ids were cut: what could still become something else (half a character, half a tag, white space that a later call
-    would swallow) is held back. Never raises, as `parse`."""
+    """Parses one assistant turn while it is sampled.
+
+    However the ids are cut into pieces, all deltas joined are the message that `TitoFamily.parse` makes of all ids.
+    Whatever could still become something else is held back: half a character, half a tag, white space before a tool
+    call. Like `parse`, it never raises.
+    """
 
     def feed(self, output_ids: Sequence[int]) -> list[Delta]:
-        """The next sampled ids; what they made certain, in order. Empty deltas are left out."""
+        """Take the next sampled ids, and return what is certain now, in order and without empty deltas."""
         ...
 
     def finish(self) -> list[Delta]:
-        """What was held back; called once, after the last ids."""
+        """Return what was held back. Called once, after the last ids."""
         ...
 
 
 def joined(deltas: Iterable[Delta]) -> Message:
-    """The assistant message that the deltas spell."""
+    """The assistant message that the deltas make up."""
     parts = list(deltas)
     return Message(
         role="assistant",
@@ -46,14 +49,15 @@ def joined(deltas: Iterable[Delta]) -> Message:
 
 
 SEAM = 64
-"""Tokens at the end of a row that `TitoFamily.merge` is shown; a longer row would cost every turn its whole length."""
+"""How many tokens at the end of a row `TitoFamily.merge` gets to see, so that its work does not grow with the row."""
 
 
 class TitoFamily(Protocol):
-    """Created as ``Family(options, tokenizer)``; pure afterwards.
+    """Created as ``Family(options, tokenizer)``. Its methods are pure.
 
-    Append-only: ``merge(render(M), append(M, S))`` is the row the model continues after `S`, and it starts with the
-    ids that were rendered and sampled for M. Sampled ids are never re-encoded.
+    The first prompt of a session is ``render(messages)``. Every later one is
+    ``merge(row, append(stored, new_messages))``, where `row` holds everything rendered and sampled so far: rows grow by
+    appending, and tokens that were sampled are never encoded again.
     """
 
     tokenizer: ChatTokenizer
@@ -62,51 +66,56 @@ class TitoFamily(Protocol):
 
     @classmethod
     def claims(cls, tokenizer: ChatTokenizer) -> bool:
-        """Whether this family was written for that checkpoint. Exactly one installed family must claim it, else the
-        run-file has to name one."""
+        """Whether this family was written for that checkpoint. If exactly one installed family claims a checkpoint, the
+        run-file need not name it."""
         ...
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ids of a whole conversation plus the opener of the next assistant turn; used once per session, for its
-        first turn."""
+        """Ids of a whole conversation, and of the opener: what the next assistant turn begins with. Used once in a
+        session, for its first turn."""
         ...
 
     def append(self, stored: Sequence[Message], appended: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
-        """Ids of the appended messages alone plus the opener. `stored` ends with the assistant message just sampled;
-        it gives context and is not encoded again."""
+        """Ids of the appended messages alone, and of the opener.
+
+        Args:
+            stored: The messages before them, the last one the assistant's. They give context and are not encoded.
+        """
         ...
 
     def merge(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
-        """`prefix + suffix` with the family's boundary repair: a separator the model never samples, a stop token
-        that is also the next opener. Of `prefix`, only such a last stop token may go.
+        """`prefix` followed by `suffix`, with what must stand between them but is never sampled, such as a newline.
+
+        Nothing of `prefix` may change, with one exception: a last stop token may give way if the suffix begins with
+        it, or with what the format puts in its place.
 
         Args:
-            prefix: The end of the row, its last `SEAM` tokens (fewer only where the whole row is shorter).
+            prefix: The last `SEAM` tokens of the row, or the whole row if it is shorter.
 
         Raises:
-            SessionError: `prefix` ends within a turn; a stop token that was not sampled is not made up.
+            SessionError: `prefix` ends within a turn. A stop token that was not sampled is not made up.
         """
         ...
 
     def spell(self, message: Message, after: Message | None = None) -> str:
-        """What a model of the family would sample to say `message`: reasoning, content, tool calls, without the stop
-        token and without what the opener already holds. `parse` is its inverse.
+        """The text a model of this family would sample to say `message`: reasoning, content and tool calls, without the
+        stop token and without what the opener holds already. `parse` is its inverse.
 
         Args:
-            after: The message that stands before it; some models go on in another way behind a tool result.
+            after: The message before it; after a tool result, some models begin their turn in another way.
         """
         ...
 
     def parse(self, output_ids: Sequence[int], tools: Sequence[Tool] = ()) -> Message:
-        """The assistant message the sampled ids spell: content, reasoning, tool calls. Never raises: unparsable tool
-        calls stay in the content.
+        """The assistant message that sampled ids stand for: content, reasoning, tool calls. Never raises; a tool call
+        that is not well-formed stays in the content.
 
         Args:
-            tools: The conversation's. Some models write arguments as bare text, and only the tool's schema tells
-                the number 5 from the string "5".
+            tools: Tools of the conversation. Some models write arguments as bare text, and only the tool's schema
+                tells the number 5 from the string "5".
         """
         ...
 
     def stream_parser(self, tools: Sequence[Tool] = ()) -> StreamParser:
-        """A fresh parser for one turn, for clients that read along; `tools` as in `parse`."""
+        """A new parser for one turn, for clients that read it while it is sampled; `tools` as in `parse`."""
         ...

@@ -1,4 +1,4 @@
-"""Tracker: receives what the run measures."""
+"""Tracker: receives the metrics of a run, for a dashboard of yours."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, Protocol
 
 
 class Tracker(Protocol):
-    """Created as ``Tracker(options, run_dir, run_name, config)`` with the resolved run-file as a plain mapping.
+    """Created in the driver as ``Tracker(options, run_dir, run_name, config)``; `config` is the resolved run-file.
 
-    Called from the driver; must return quickly. After a resume the steps continue where the checkpoint was.
+    Training waits for its methods, so they must return quickly. After a resume, steps go on from the checkpoint's: the
+    tracker may get a step again that it has seen before.
     """
 
     def __init__(self, options: Any, run_dir: Path, run_name: str, config: Mapping[str, Any]) -> None: ...

@@ -1,11 +1,16 @@
-"""Transport: moves one complete weight version to every engine, or nothing."""
+"""Transport: moves one complete weight version from the trainer to every engine, or nothing at all.
+
+The `Transport` itself lives in the driver. It builds two kinds of ends, in the processes where they are needed: one
+`Sender` in trainer rank 0 (or one in every rank), and one `Receiver` in each engine. The functions that make them
+travel to those processes and must be picklable: a class, or ``functools.partial(Class, ...)``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from miles_core.types import WeightBucket, WeightManifest
 
@@ -15,56 +20,56 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Staged:
-    """What one publish moved: the sender's account, and that of every engine in the order given to `open`."""
+    """What a publish moved: the sender's account, and those of the engines in the order in which `open` got them."""
 
     sent: WeightManifest
     received: tuple[WeightManifest, ...]
 
 
 class Sender(Protocol):
-    """The trainer's end; lives in trainer rank 0. All calls come from the thread that built it."""
+    """The trainer's end, in rank 0. All calls come from the thread that built it."""
 
     def send(self, bucket: WeightBucket) -> None:
-        """Move one bucket. The tensors may alias live parameters: keep no reference to them after returning.
+        """Move one bucket. Its tensors may be the live parameters themselves: keep no reference to them.
 
         Raises:
-            TransportError: a receiver failed or vanished, or the publish was abandoned.
+            TransportError: a receiver failed or is gone, or the publish was given up.
         """
         ...
 
     def abort(self, reason: str) -> None:
-        """Tell the receivers that the version in progress will not be completed. Never raises; may be called twice."""
+        """Tell the receivers that the version will not be completed. Never raises; may be called more than once."""
         ...
 
     def close(self) -> None: ...
 
 
 class SharedSender(Sender, Protocol):
-    """One of several sending ends, one in each trainer rank (`WeightSource.open_senders`).
+    """The end of one rank, where every trainer rank has one (`WeightSource.open_senders`).
 
-    Every rank is handed every bucket it exports and moves its own share: its targets, or the tensors it owns.
+    It gets every bucket that its rank exports, and moves its own share: to its own engines, or the tensors it owns.
     """
 
     def finish(self, version: int) -> Mapping[str, float]:
-        """Return once nothing of this end is in flight any more; called after the last bucket.
+        """Wait until everything of this end has arrived. Called after the last bucket.
 
         Returns:
             What it cost, for `WeightManifest.figures`.
 
         Raises:
-            TransportError: something did not arrive. A failure in the background is never only logged.
+            TransportError: something did not arrive. A failure in the background must be raised here at the latest.
         """
         ...
 
 
 class Receiver(Protocol):
-    """An engine's end; lives in the engine's process. Blocking: engines call it from a worker thread."""
+    """An engine's end, in the engine's process. Its calls block; engines make them in a worker thread."""
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        """Yield the version's buckets in order, the last one marked so. The tensors belong to the caller from then on.
+        """Yield the buckets of a version in order, the last one marked as such. The caller owns their tensors.
 
         Raises:
-            TransportError: the sender aborted, vanished, or sent another version.
+            TransportError: the sender gave up, is gone, or sent another version.
         """
         ...
 
@@ -73,15 +78,14 @@ class Receiver(Protocol):
 
 @runtime_checkable
 class FolderReceiver(Receiver, Protocol):
-    """A receiver that can also leave the version as a Hugging Face folder, for engines that load from disk
-    (tag `reads-disk`)."""
+    """A receiver that can also build the version as a Hugging Face folder, for engines with the tag `reads-disk`."""
 
     def materialise(self, version: int) -> Path:
-        """The complete folder of `version` on this host; it stays as it is until the version after the next one is
+        """The complete folder of `version` on this host. It stays as it is until the version after the next one is
         received.
 
         Raises:
-            TransportError: the version cannot be built from what is published; nothing half-built is returned.
+            TransportError: the version cannot be built from what is published.
         """
         ...
 
@@ -95,40 +99,37 @@ class WeightSource(Protocol):
         ...
 
     async def open_sender(self, make: Callable[[], Sender]) -> None:
-        """Build the sending end in trainer rank 0 and keep it for the trainer's life."""
+        """Build the sending end in trainer rank 0. It replaces an earlier one, and lives as long as the trainer."""
         ...
 
     async def open_senders(self, make: Callable[[int, int], SharedSender]) -> None:
-        """Build a sending end in every rank, ``make(rank, world_size)``; takes the place of `open_sender`."""
+        """The same with a sending end in every rank: ``make(rank, world_size)``."""
         ...
 
     async def send_weights(self, version: int) -> WeightManifest:
-        """Export the current weights on all ranks and push each bucket through rank 0's sender, or each rank's own.
+        """Export the current weights on all ranks, and send each bucket through the sender of rank 0 or of each rank.
 
         Raises:
-            TransportError: with several senders, also when ranks hold different values of one tensor.
+            TransportError: a sender failed; or, with several of them, ranks hold different values of one tensor.
         """
         ...
 
 
 class Transport(Protocol):
-    """Created in the driver as ``Transport(options)``. It joins the two ends; pausing and activating are not its
-    business."""
+    """Created in the driver as ``Transport(options)``. It connects the ends and lets them move weights. The driver
+    pauses engines and activates versions."""
 
     async def open(self, source: WeightSource, engines: Sequence[Engine]) -> None:
-        """Connect once, before the first publish."""
+        """Connect trainer and engines. After a `close` it may be called again, with other engines."""
         ...
 
     async def publish(self, version: int) -> Staged:
-        """Stage `version` on every engine; return what each side accounts for. `weights.staging.stage` does most of it.
+        """Stage the trainer's weights as `version` on every engine, and return the accounts of both sides. Most of the
+        work is done by `weights.staging.stage`.
 
         Raises:
-            TransportError: some engine did not stage it completely; none may be activated.
+            TransportError: not every engine staged it completely, so none may be activated.
         """
         ...
 
     async def close(self) -> None: ...
-
-
-SenderFactory = Callable[[], Any]
-"""Must be picklable for executors with processes of their own: a class, or ``functools.partial(Class, ...)``."""
