@@ -1,4 +1,4 @@
-"""Open every part of a validated run, in the order in which they need each other, and close them in reverse."""
+"""Opens every part of a validated run, in the order in which they need one another, and closes them in reverse."""
 
 from __future__ import annotations
 
@@ -53,10 +53,10 @@ from miles_core.weights.proof import DeliveryProof, probe_prompts
 async def open_run(
     resolved: ResolvedRun, registry: Registry, directory: RunDir, recorder: Recorder, stop: StopRequest, *, resume: bool
 ) -> AsyncIterator[Run]:
-    """A run ready to go: data read, processes placed, checkpoint loaded. Cheap checks come before expensive starts.
+    """A run that is ready to start: data read, processes started, checkpoint loaded. What is quick to fail comes first.
 
     Raises:
-        MilesError: whatever part could not be opened; what was opened before is closed again.
+        MilesError: a part could not be opened; those opened before it are closed again.
     """
     spec = resolved.spec
     async with AsyncExitStack() as stack:
@@ -125,7 +125,7 @@ async def open_run(
 
 
 def make(resolved: ResolvedRun, kind: str, *context: Any) -> Any:
-    """The picked capability of a class kind, created with its options and what else its kind is told."""
+    """The object of the capability that the run picks for `kind`: created with its options, then `context`."""
     pick = resolved.one[kind]
     return load_target(pick.capability.load)(pick.options, *context)
 
@@ -153,7 +153,7 @@ def _episodes(
     first_failures: FirstFailures | None,
     trained: bool = True,
 ) -> Episodes:
-    """Episodes on the engines of a pool; `trained` ones record what training needs beside tokens."""
+    """Episodes on the engines of a pool; those that will be `trained` also record routes, if the run wants them."""
     spec = resolved.spec
     sessions = SessionFactory(
         pool,
@@ -175,7 +175,8 @@ def _episodes(
 
 
 def _open_evaluations(run: Run, *, wanted: bool) -> list[Path]:
-    """Snapshots whose evaluation is still to come. A run that no longer evaluates beside training gives them up."""
+    """Snapshots that an earlier process left unevaluated. They are deleted if the run does not want them evaluated any
+    more."""
     left = sorted(run.directory.snapshots.glob("step_*"))
     if wanted or not left:
         return left
@@ -189,7 +190,7 @@ def _open_evaluations(run: Run, *, wanted: bool) -> list[Path]:
 async def _late_evaluations(
     resolved: ResolvedRun, run: Run, episodes: Callable[..., Episodes], device: Device
 ) -> LateEvaluations:
-    """Who evaluates beside training; a dedicated fleet is started here."""
+    """What evaluates beside training. If it has engines of its own, they are started here."""
     spec, root = resolved.spec, run.directory.snapshots.absolute()
     scorer: Scorer
     if spec.eval.on == "external":
@@ -223,12 +224,12 @@ def _first_wave(spec: RunSpec) -> int:
 
 
 def context_length(wanted: int | None, limit: int | None) -> int:
-    """Prompt plus output tokens at most: what the run-file says, within what the checkpoint can."""
+    """The longest prompt plus output, in tokens: what the run-file says, but no more than the checkpoint's limit."""
     return min(length for length in (wanted, limit, 2**31 - 1) if length)
 
 
 def update_settings(resolved: ResolvedRun, trainer: Trainer, model: ModelFolder) -> UpdateSettings:
-    """How the run-file wants weight updates to be done and proved."""
+    """How weight updates are done and proved, as the run-file says."""
     weights = resolved.spec.weights
     probes: Sequence[tuple[int, ...]] = ()
     if weights.probes and model.vocabulary is not None:

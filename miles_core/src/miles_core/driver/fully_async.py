@@ -1,11 +1,11 @@
 """Fully asynchronous: the rollout never stops, and the trainer takes whole groups from a buffer.
 
-Two tasks. The producer keeps its budget of trajectories in flight; the loop below takes a batch, trains, saves,
-publishes, evaluates. Only this loop publishes, so the published version stands still while a batch is taken and
-trained: the age a group is judged by is the age it is trained with.
+There are two tasks. The producer (`rollout.producer`) keeps a number of trajectories in flight. The loop below takes a
+batch, trains, saves, publishes, evaluates. Since only the loop publishes, the published version does not change between
+the moment a group is taken from the buffer and the moment it is trained: it is never older than it was judged to be.
 
-Stopping: the first Ctrl-C ends the wait for a batch or the step in progress; nothing new starts, what is in flight gets
-`schedule.drain_s` to finish, and the checkpoint keeps what is finished and the prompts of the rest.
+On the first Ctrl-C the loop ends with the step in progress, or at once if it waits for a batch. No new group starts.
+Those in flight get `schedule.drain_s` to finish, and the checkpoint keeps finished groups and the prompts of the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ async def train(run: Run) -> None:
     await stages.publish_first(run)
     await stages.finish_step(run, start, run.resumed_metrics)
     try:
-        async with asyncio.TaskGroup() as tasks:  # what breaks the producer ends the loop, at once and by name
+        async with asyncio.TaskGroup() as tasks:  # an error in the producer ends the loop too
             producing = tasks.create_task(producer.run(), name="producer")
             step, metrics = await _train(run, producer, start)
             run.recorder.say(f"letting {producer.in_flight.level:.0f} trajectories in flight finish")
@@ -45,13 +45,13 @@ async def train(run: Run) -> None:
         raise (error := first_error(several)) from error.__cause__
     producer.check()
     if run.stop.requested:
-        run.saved_step = None  # again, if need be: what the drain finished is to be kept
+        run.saved_step = None  # save once more: the checkpoint must hold the groups that the drain finished
     await stages.save(run, step, metrics)
     run.recorder.event("ledger", step=step, **producer.ledger.counts)
 
 
 def make_producer(run: Run) -> Producer:
-    """The producer of a run, with what its checkpoint remembers."""
+    """The producer of a run, with the groups and prompts that its checkpoint holds."""
     schedule = run.spec.schedule
     budget = Budget(
         groups_per_step=schedule.groups_per_step,
@@ -71,7 +71,7 @@ def make_producer(run: Run) -> Producer:
         make_buffer=run.make_buffer,
         version=lambda: run.version,
     )
-    # The first update is out of turn: the next one comes when it would have come.
+    # Publishing at the start is an extra update; the next one comes when it would have come without it.
     producer.unpublished = run.start_step % schedule.update_weights_interval * schedule.groups_per_step
     if run.resumed is not None and "pending" in run.resumed.state:
         groups = group_file.read(run.resumed.groups_dir, run.stream.prompt)
@@ -80,7 +80,7 @@ def make_producer(run: Run) -> Producer:
 
 
 async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[str, float]]:
-    """Steps until the last one or a request to stop; the last step done, and its metrics."""
+    """Run steps until the last one, or until the run is asked to stop. Returns the last step done and its metrics."""
     metrics = dict(run.resumed_metrics)
     for step in range(start + 1, run.last_step + 1):
         began = time.monotonic()
@@ -100,7 +100,7 @@ async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[st
             producer.published()
         idle = waited / max(time.monotonic() - began, 1e-9)
         run.recorder.timings({**producer.gauges(collected.groups), "async/trainer_idle_fraction": idle})
-        # Evaluation on the engines that also roll out: nothing new starts beside it, and the pause is its cost.
+        # Evaluation on the engines that also roll out: no new group starts until it has ended.
         async with producer.held() if run.eval_here(step) else contextlib.nullcontext():
             await stages.finish_step(run, step, metrics)
         if run.stop.requested:
@@ -109,7 +109,7 @@ async def _train(run: Run, producer: Producer, start: int) -> tuple[int, dict[st
 
 
 async def _take(run: Run, producer: Producer) -> list[FinishedGroup] | None:
-    """The next batch, or None when the run was asked to stop before it was whole."""
+    """The next batch, or None if the run was asked to stop before it was complete."""
     taking = asyncio.create_task(producer.take(run.spec.schedule.groups_per_step, run.recorder.groups_done))
     stopping = asyncio.create_task(run.stop.wait())
     try:

@@ -68,7 +68,7 @@ def train(
 
 
 def _claim(directory: RunDir, resolved: ResolvedRun, *, resume: bool, fresh: bool, say: Callable[[str], None]) -> None:
-    """Take the directory, or refuse when it holds another run."""
+    """Take the run directory for this process, or refuse if it holds an earlier run that this one does not resume."""
     if directory.exists() and not resume and not fresh:
         raise RunError(
             "this run directory holds a run already",
@@ -145,7 +145,7 @@ async def _main(
                     async with open_run(
                         resolved, registry, directory, recorder, stop, resume=resume or restarts > 0
                     ) as run:
-                        await _watched(run, _whole(run))
+                        await _watched(run, _loop(run))
                         return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
                 except TrainerLost as error:
                     if restarts == resolved.spec.checkpoint.restarts or stop.requested:
@@ -157,15 +157,15 @@ async def _main(
             guard.cancel()
 
 
-async def _whole(run: Run) -> None:
-    """The loop, then the evaluations still under way; a run that was stopped leaves them to its resumption."""
+async def _loop(run: Run) -> None:
+    """Run the loop, then wait for open evaluations. A run that was stopped leaves them to its `--resume`."""
     await LOOPS[run.spec.schedule.mode](run)
     if run.late is not None and not (run.stop.requested and run.saved_step != run.last_step):
         await run.late.drain()
 
 
 async def _watched(run: Run, loop: Coroutine[Any, Any, None]) -> None:
-    """Run the loop with its engines under watch."""
+    """Run the loop, and meanwhile watch whether its engines answer."""
     monitor = asyncio.create_task(recovery.monitor(run), name="engine monitor")
     main = asyncio.create_task(loop, name="loop")
     try:
@@ -190,7 +190,7 @@ def _trackers(resolved: ResolvedRun, directory: RunDir) -> dict[str, Tracker]:
 
 
 def _report(directory: RunDir, display: Display) -> None:
-    """Leave report.html also behind a run that failed; a report that fails never hides how the run ended."""
+    """Write report.html, also after a failed run. If that fails, it must not hide how the run itself ended."""
     try:
         for sentence in summary(load_run(directory.path)):
             display.say(sentence)

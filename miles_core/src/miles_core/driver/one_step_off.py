@@ -1,25 +1,22 @@
-"""One step off: the next batch is collected while this one is trained, so its data is one version old.
+"""One step off: the next batch is collected while this one is trained, so every batch is one version old.
 
-Weights change between collections, never under one. Equal seeds give equal steps, as in the synchronous loop, and a
-checkpoint holds the batch that is ready.
+Engines get new weights between two collections, never during one. Therefore equal seeds give equal steps, as in the
+synchronous loop. A checkpoint includes the batch that was collected and waits to be trained.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 from miles_core.driver import stages
 from miles_core.driver.recovery import attend
-from miles_core.driver.run import Run
+from miles_core.driver.run import Pending, Run
 from miles_core.kinds.data_buffer import FinishedGroup
 from miles_core.rollout import group_file
 from miles_core.rollout.scheduler import Collected, first_error
 
 MAX_STALENESS = 1
-"""One version at most is published between the collection of a batch and its training."""
+"""Between the collection of a batch and its training, one version at most is published."""
 
 
 async def train(run: Run) -> None:
@@ -28,7 +25,7 @@ async def train(run: Run) -> None:
     await stages.publish_first(run)
     await stages.finish_step(run, start, run.resumed_metrics)
     if start == run.last_step:
-        return  # the last step was trained and saved before; the line above was all that it lacked
+        return  # this run resumed after the last step's training; only its publishing and its line were missing
     restored = _restore(run)
     ready = await attend(run, stages.collect_batch(run, start + 1)) if restored is None else restored
     for step in range(start + 1, run.last_step + 1):
@@ -46,7 +43,7 @@ async def train(run: Run) -> None:
 
 
 async def _overlap(run: Run, batch: Collected, step: int) -> tuple[dict[str, float], Collected | None]:
-    """Train on a batch and collect the next, at once; both are whole when this returns."""
+    """Train on a batch and collect the next one at the same time. Both are complete when this returns."""
     following: asyncio.Task[Collected] | None = None
     try:
         async with asyncio.TaskGroup() as tasks:
@@ -61,11 +58,8 @@ async def _overlap(run: Run, batch: Collected, step: int) -> tuple[dict[str, flo
     return metrics, None if following is None else following.result()
 
 
-Pending = Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]]
-
-
 def _remember(ready: Collected) -> Pending:
-    """What a checkpoint keeps of a batch that waits to be trained."""
+    """How to save a batch that waits to be trained; see `Run.pending`."""
     numbered = [FinishedGroup(number=number, group=group) for number, group in enumerate(ready.groups)]
     facts = {name: getattr(ready, name) for name in ("stats", "wasted", "rewards", "failures")}
     return lambda: (facts, lambda folder: group_file.write(folder, numbered))

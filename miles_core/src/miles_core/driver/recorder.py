@@ -1,7 +1,6 @@
-"""Recorder: the one place the loop tells what it measured; fans out to files, display and trackers.
+"""Recorder: the loop tells it what it measured, and it passes that on to files, display and trackers.
 
-Deterministic figures and wall-clock figures go separate ways: see `tracking.run_dir`. A tracker that raises is
-reported and switched off; the run goes on.
+Figures that seed and run-file decide and figures that the clock decides go into separate files: see `tracking.run_dir`.
 """
 
 from __future__ import annotations
@@ -33,7 +32,8 @@ class Recorder:
         self._timings: dict[str, float] = {}
         self._step_started = time.monotonic()
         self._held: list[tuple[int, Mapping[str, float]]] | None = []
-        """Late scores for the trackers that came before this process's first step, from which they mean to go on."""
+        """Late scores that came before this process's first step. Trackers get them after it: on a resume, they expect
+        the first thing they hear to be the step from which the run goes on. None from then on."""
 
     # --- during a step ------------------------------------------------------------------------------------------------
 
@@ -52,12 +52,12 @@ class Recorder:
         self._display.groups_done(accepted)
 
     def tokens(self, batch: int, sampled: int) -> None:
-        """Tokens of the step's batch, and how many of them were sampled."""
+        """How many tokens the step's batch has, and how many of them were sampled."""
         self._timings["tokens/batch"] = float(batch)
         self._timings["tokens/sampled"] = float(sampled)
 
     def timings(self, figures: Mapping[str, float]) -> None:
-        """Figures of the step that the wall clock decides."""
+        """Add figures of the step that the clock decides."""
         self._timings.update(figures)
 
     def contracts(self, step: int, reports: Sequence[Report]) -> None:
@@ -90,7 +90,7 @@ class Recorder:
         self._track_held()
 
     def evaluated(self, step: int, figures: Mapping[str, float]) -> None:
-        """Write a late score under the step whose weights it measured; the steps' own lines stay in their order."""
+        """Write a late score under the step whose weights it measured, into a file of its own (evals.jsonl)."""
         self._directory.append(self._directory.evals, {"step": step, **figures})
         self._display.evaluated(step, figures)
         if self._held is None:
@@ -132,7 +132,7 @@ class Recorder:
     def _tracker(self, name: str) -> Iterator[None]:
         try:
             yield
-        except Exception as error:  # a tracker is somebody's dashboard, not a reason to lose a run
+        except Exception as error:  # whatever a dashboard does, the run goes on without it
             self._trackers.pop(name, None)
             log.exception("tracker %s", name)
             self.event("tracker_off", tracker=name, error=f"{type(error).__name__}: {error}")

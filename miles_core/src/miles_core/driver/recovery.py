@@ -1,9 +1,9 @@
-"""Engines that were lost, and how they come back: found, replaced, and served from only once they hold the weights.
+"""Engines that are lost, and how they are replaced.
 
-An engine is lost when a request says so (`EngineLost`), when it does not answer in time, or when it serves another
-version than the published one. From then on it gets no request, and those it had go on elsewhere. Another one is
-started beside everything else, however long that takes. It gets the weights while the trainer has nothing to do, in an
-update of the whole fleet, which only the loop that trains may begin. Until that update is complete it serves nobody.
+An engine is lost when a request fails with `EngineLost`, when it does not answer in time, or when it serves another
+version than the published one. From then on it gets no requests, and those it had continue on other engines. Meanwhile
+another engine is started in its place, however long that takes. The new one gets its weights in an update of all
+engines, at a moment when the trainer has nothing to do, and serves requests once that update is complete.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from miles_core.weights.lifecycle import PublishReport
 T = TypeVar("T")
 
 MAX_ROUNDS = 3
-"""Attempts at every engine that may leave none serving before the run stops."""
+"""How often all engines may fail to start again, with none left that serves, before the run stops."""
 REST = 1.0
-"""After a failed attempt to start an engine again, how many times its duration passes before the next one, while others
-serve."""
+"""Pause between two attempts to start an engine again while others serve, in durations of the failed attempt."""
 
 
 async def monitor(run: Run) -> None:
-    """Ask every serving engine for its version at intervals; until cancelled."""
+    """Ask every serving engine for its version, at intervals, until cancelled."""
     interval_s, timeout_s = run.spec.rollout.health_interval_s, run.spec.rollout.health_timeout_s
     while True:
         await asyncio.sleep(interval_s)
@@ -37,10 +36,10 @@ async def monitor(run: Run) -> None:
 
 
 async def probe(run: Run, index: int, timeout_s: float) -> None:
-    """Find out whether an engine answers and serves the published version, and lose it when not."""
+    """Give an engine up as lost if it does not answer, or does not serve the published version."""
     before, engine = run.version, run.engines[index]
     if run.publishing:
-        return  # an update has time-outs and a proof of its own
+        return  # an update has its own time-outs, and checks the versions itself
     try:
         async with asyncio.timeout(timeout_s):
             version = await engine.version()
@@ -52,18 +51,18 @@ async def probe(run: Run, index: int, timeout_s: float) -> None:
         if run.publishing or run.version != before or version == before:
             return
         why = f"the engine serves version {version}, published is {before}"
-    if run.engines[index] is engine:  # what took its place meanwhile is not to blame
+    if run.engines[index] is engine:  # not if it was replaced while we waited for its answer
         lose(run, index, why)
 
 
 def lose(run: Run, index: int, why: str) -> None:
-    """Take an engine out of service and say so."""
+    """Take an engine out of service."""
     if index in run.pool.serving():
         run.pool.lose(index, why)
 
 
 async def attend(run: Run, work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, which must not need the trainer, and replace engines that are lost meanwhile."""
+    """Await `work`, during which the trainer has nothing to do, and replace engines that are lost meanwhile."""
     task = asyncio.create_task(work)
     try:
         while not task.done():
@@ -82,7 +81,7 @@ async def attend(run: Run, work: Coroutine[Any, Any, T]) -> T:
 
 
 async def _due(run: Run) -> None:
-    """Start lost engines again; return once one of these attempts has ended, or nobody serves."""
+    """Start lost engines again. Return as soon as one attempt has ended, or no engine serves."""
     while True:
         await run.pool.loss()
         _begin(run)
@@ -96,8 +95,8 @@ async def _due(run: Run) -> None:
 
 
 def _begin(run: Run) -> None:
-    """Start every lost engine again, beside everything else; without those whose last attempt failed just now, as long
-    as others serve or are being started."""
+    """Start lost engines again, each in a task of its own. While others serve, one whose last attempt has just failed
+    waits a little."""
     now, patient = time.monotonic(), bool(run.pool.serving() or run.restarts)
     for index, why in run.pool.lost().items():
         if index in run.restarts or (patient and run.not_before.get(index, now) > now):
@@ -119,7 +118,7 @@ async def _start_again(run: Run, index: int) -> Engine:
 
 
 async def end_restarts(run: Run) -> None:
-    """Give up what is being started."""
+    """Give up all attempts to start engines again."""
     attempts, run.restarts = list(run.restarts.values()), {}
     for attempt in attempts:
         attempt.cancel()
@@ -127,10 +126,10 @@ async def end_restarts(run: Run) -> None:
 
 
 async def recover(run: Run) -> None:
-    """Give the trainer's weights to engines that started in the place of lost ones; the trainer must be at rest.
+    """Publish to engines that have started in the places of lost ones. The trainer must have nothing to do.
 
-    They are the published version again, or the next one where the trainer has moved on. This waits only while nobody
-    serves.
+    What is published is the same version again, or the next one if the trainer has moved on. This waits for engines to
+    start only if none serves.
 
     Raises:
         RunError: no engine serves after several attempts.
@@ -146,7 +145,7 @@ async def recover(run: Run) -> None:
                 run.recorder.alarm(run.trained_step, message)
             await admit(run, newcomers)
         if run.pool.serving():
-            return  # those still missing join at a later update
+            return  # engines that are still starting join at a later update
         rounds += not run.restarts
     raise RunError(
         "every engine is lost and none could be replaced",
@@ -158,7 +157,7 @@ async def recover(run: Run) -> None:
 
 
 async def replace_lost(run: Run) -> set[int]:
-    """Engines that started in the places of lost ones; they take part in the next update."""
+    """Let engines that have started in the places of lost ones take part in the next update; their numbers."""
     _begin(run)
     if not run.pool.serving():
         with waiting("driver", on="an engine to start again: all are lost"):
@@ -178,13 +177,13 @@ async def replace_lost(run: Run) -> set[int]:
 
 
 async def admit(run: Run, newcomers: set[int]) -> None:
-    """Let newcomers serve that hold the published version."""
+    """Let those newcomers serve that hold the published version."""
     if newcomers:
         run.recorder.event("placed", **await run.executor.describe())
     for index in sorted(newcomers):
         engine = run.engines[index]
         if engine not in run.fleet.members:
-            continue  # it stays lost and is replaced anew
+            continue  # it was lost again, and will be replaced again
         if (why := await _unfit(engine, run.version, run.spec.rollout.health_timeout_s)) is None:
             run.pool.restore(index, engine)
             run.recorder.event("engine_replaced", engine=index, version=run.version)
@@ -206,8 +205,8 @@ async def _unfit(engine: Engine, version: int, timeout_s: float) -> str | None:
 
 
 async def publish(run: Run, version: int) -> PublishReport | None:
-    """Publish the trainer's weights to the engines, newcomers included; when none is left to take them, to the first
-    that starts in the place of one. Then there is no report of it.
+    """Publish the trainer's weights to all engines, newcomers included. If none is left to take them, wait for one that
+    starts in the place of a lost one; then there is no report.
 
     Raises:
         MilesError: see `update`.
@@ -227,15 +226,15 @@ async def publish(run: Run, version: int) -> PublishReport | None:
 
 
 async def update(run: Run, version: int) -> PublishReport:
-    """Publish through the fleet; engines that break it are taken out, and the rest get the version without them.
+    """Publish through the fleet. If engines make it fail, they are given up as lost and the rest get the version.
 
     Raises:
-        MilesError: the update failed and no engine is to blame, or none is left.
+        MilesError: the update failed although all engines answer, or none is left.
     """
     mode, timeout_s = run.spec.schedule.on_weight_update, run.spec.rollout.health_timeout_s
     run.publishing = True
     try:
-        await _leave_dead(run, timeout_s)  # here one that hangs costs less than in the middle of an update
+        await _leave_dead(run, timeout_s)  # an engine that hangs costs less time here than in the middle of an update
         for _ in range(len(run.engines)):
             try:
                 report = await run.fleet.publish(version, mode=mode)
@@ -259,8 +258,8 @@ def note_published(run: Run, version: int, report: PublishReport) -> None:
 
 
 async def _leave_dead(run: Run, timeout_s: float) -> bool:
-    """Take engines that no longer answer out of fleet and pool, newcomers that an update was lost with among them;
-    whether there were any, and others remain."""
+    """Give up engines that no longer answer, newcomers of the last update included. Returns whether there were any and
+    others remain, so that trying again makes sense."""
     dead = []
     for index, engine in enumerate(run.engines):
         if engine not in run.fleet.asked:

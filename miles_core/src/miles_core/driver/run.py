@@ -1,4 +1,4 @@
-"""Run: everything a loop holds while it goes. Opened by `assemble`, driven by `sync`; its parts know nothing of it."""
+"""Run: all parts and all state of a run. `assemble` opens it, and a loop such as `sync` drives it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,18 @@ from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
 from miles_core.weights.fleet import Fleet
 
+Pending = Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]]
+"""Returns facts for a checkpoint, as JSON values, and a function that writes groups into the folder it is given."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Learning:
-    """The picked functions of the update, bound to nothing: options travel beside them."""
+    """The functions of the update that the run-file picks, with their options."""
 
     advantage: Callable[..., Any]
     advantage_options: Mapping[str, Any]
     corrections: Sequence[tuple[str, Callable[..., Any], Mapping[str, Any]]]
+    """Name, function and options of each."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -43,10 +47,11 @@ class Run:
     trainer: Trainer
     executor: Executor
     engines: list[Engine]
-    """By index; a lost one is replaced here."""
+    """By number. An engine that replaces a lost one takes its place here."""
     pool: EnginePool
-    """The same engines as sessions see them."""
+    """The same engines, as sessions use them."""
     fleet: Fleet
+    """The same engines, as weight updates use them."""
     stream: PromptStream
     eval_prompts: Sequence[Prompt]
     episodes: Episodes
@@ -54,32 +59,35 @@ class Run:
     learning: Learning
     alarm: ConstantRewardAlarm
     num_experts: int | None
-    """Experts of an MoE layer of the model, None for a dense one."""
+    """Experts of each MoE layer of the model; None for a dense model."""
     stop: StopRequest
     complete: bool = False
-    """Whether the run found itself finished: nothing is left to do, not even for the last step."""
+    """Whether the run was finished already when it was opened."""
     start_step: int = 0
-    """Steps that are done; their weights are version `start_step`."""
+    """Steps that were done before: those of the checkpoint that is resumed."""
     resumed_metrics: Mapping[str, float] = field(default_factory=dict)
-    """Metrics of `start_step` as its checkpoint remembers them; the step's line is written again after publishing."""
+    """Metrics of `start_step`, from its checkpoint. The step's line is written again when its weights are published."""
     saved_step: int | None = None
+    """The last step that this process saved or resumed."""
     version: int = -1
-    """Weight version the engines serve; -1 before the first publish."""
+    """The weight version that the engines serve; -1 before the first publish."""
     published_step: int = -1
-    """Step whose weights that version holds."""
+    """The step whose weights that version holds."""
     trained_step: int = 0
-    """Step whose weights the trainer holds."""
+    """The step whose weights the trainer holds."""
     publishing: bool = False
+    """Whether a weight update is going on."""
     not_before: dict[int, float] = field(default_factory=dict)
-    """Engines that could not be started again, and the monotonic time before which nobody tries anew."""
+    """Engines that could not be started again, and the monotonic time before which nobody tries once more."""
     restarts: dict[int, asyncio.Task[Engine]] = field(default_factory=dict)
-    """Engines being started in the places of lost ones."""
+    """Engines that are being started in the places of lost ones."""
     make_buffer: Callable[[BufferContext], DataBuffer]
-    pending: Callable[[], tuple[Mapping[str, Any], Callable[[Path], None]]] | None = None
-    """What a checkpoint must remember of a rollout that is under way: JSON values, and how to write its groups."""
+    pending: Pending | None = None
+    """What a checkpoint must keep of a rollout that goes on beside training; None when nothing does."""
     resumed: Checkpoint | None = None
+    """The checkpoint that is resumed, if any."""
     late: LateEvaluations | None = None
-    """Evaluation beside training; None where it runs on the engines that roll out, or not at all."""
+    """Evaluation beside training; None if the engines that roll out also evaluate, or nothing does."""
 
     @property
     def last_step(self) -> int:
@@ -90,7 +98,7 @@ class Run:
         return step == self.last_step or (every is not None and step % every == 0)
 
     def eval_here(self, step: int) -> bool:
-        """Whether the engines that roll out evaluate after this step."""
+        """Whether the engines that roll out must evaluate after this step."""
         return self.late is None and self.eval_due(step)
 
     def eval_due(self, step: int) -> bool:

@@ -1,4 +1,4 @@
-"""The stages of a step. Each takes the run and a step, does one thing, and returns what the next one needs."""
+"""The stages of a step, which the loops put in order. Each does one thing and returns what the next one needs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from miles_core.weights.lifecycle import PublishReport
 
 
 def first_step(run: Run) -> int:
-    """Steps that are done.
+    """The number of steps that are done already.
 
     Raises:
-        RunError: there is none left to do.
+        RunError: nothing is left to do.
     """
     if run.complete:
         raise RunError(
@@ -41,18 +41,21 @@ def first_step(run: Run) -> int:
 
 
 async def learn(run: Run, collected: Collected, step: int, *, max_staleness: int | None) -> dict[str, float]:
-    """Check the contracts on a batch and train on it; the step's metrics.
+    """Check the four contracts on a batch, train on it, and return the step's metrics.
 
     Args:
-        max_staleness: Published versions the batch's oldest token may be behind; more is a broken contract.
+        max_staleness: How many published versions the batch's oldest token may be behind; None is no limit.
+
+    Raises:
+        ContractError: the tokens or the versions contract is broken; nothing was trained.
     """
     batch = await _prepare(run, collected, step)
     counts = await _route_counts(run)
-    # Work on millions of tokens goes to a thread: the rollout's event loop goes on beside it.
+    # Work on millions of tokens runs in a thread, so that it does not hold up the event loop, where the rollout lives.
     reports = await asyncio.to_thread(
         check_contracts, run, collected, batch, version=run.version, max_staleness=max_staleness, counts=counts
     )
-    run.recorder.contracts(step, reports)  # before the update, so that a run that ends here leaves its evidence
+    run.recorder.contracts(step, reports)  # before the update: the evidence is there if the run ends here
     await asyncio.to_thread(run.recorder.rollouts, step, collected.groups, batch)
     refuse_broken(reports, version=run.version)
     metrics = await _update(run, batch, step)
@@ -93,14 +96,14 @@ async def _publish_over_noise(run: Run, version: int) -> PublishReport:
 
 
 def publish_due(run: Run, step: int) -> bool:
-    """Whether engines get the weights of a step: at the interval, at the end, and to evaluate them, so that a score is
-    that of the step it stands at."""
+    """Whether the engines get the weights of this step: at the interval, after the last step, and before an evaluation
+    on them, whose score would otherwise be that of an earlier step."""
     every = run.spec.schedule.update_weights_interval
     return step % every == 0 or step == run.last_step or run.eval_here(step)
 
 
 async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:
-    """Write a checkpoint of `step` unless it is saved already."""
+    """Write a checkpoint of `step`, unless there is one already."""
     if run.saved_step == step:
         return
     state = {
@@ -128,10 +131,10 @@ async def save(run: Run, step: int, metrics: Mapping[str, float]) -> None:
 
 
 async def finish_step(run: Run, step: int, metrics: Mapping[str, float]) -> None:
-    """Evaluate when due, leave a Hugging Face folder after the last step, then write the step's line. Step 0 has one
-    only when it was evaluated.
+    """Evaluate if due, export a Hugging Face folder after the last step, and then write the step's line of metrics.
 
-    The line comes last: a run that has that of its last step is complete, and one that has not is resumed.
+    The line comes last, so that a run is complete exactly if the line of its last step is there. Step 0 has a line only
+    if it was evaluated.
     """
     figures = dict(metrics)
     if run.late is not None and run.eval_due(step):
@@ -167,15 +170,15 @@ def check_contracts(
     max_staleness: int | None,
     counts: RouteCounts | None,
 ) -> list[Report]:
-    """All four contracts on the batch the update will see.
+    """Check all four contracts on the batch that will be trained.
 
     Args:
-        version: Weight version published at the moment.
-        max_staleness: Versions that the oldest token of a group may be behind; None is no limit.
-        counts: Routes that the trainer compared while it scored the batch.
+        version: The weight version that is published now.
+        max_staleness: See `learn`.
+        counts: How the recorded routes compare with the trainer's; None if that was not measured.
     """
     old_is_rollout = run.spec.objective.old_logprobs == "rollout"
-    # Between two publishes the trainer is ahead of every engine: no token there is of its own version.
+    # If the trainer has moved on since the last publish, no token was sampled with the weights that score the batch.
     scored = version if run.published_step == run.trained_step else version + 1
     in_place = run.spec.schedule.on_weight_update == "in-place"
     fresh = versions.fresh_tokens(batch, scored, mixed_keys=in_place)
@@ -188,10 +191,10 @@ def check_contracts(
 
 
 def refuse_broken(reports: Sequence[Report], *, version: int) -> None:
-    """Stop when tokens or versions are broken.
+    """Stop the run if the tokens or the versions contract is broken.
 
     Raises:
-        ContractError: training on would optimise trajectories nobody generated.
+        ContractError: one of them is; training would optimise trajectories that the policy never generated.
     """
     for report in reports:
         if report.status is Verdict.BROKEN and report.name in ("tokens", "versions"):
@@ -226,7 +229,7 @@ async def collect_batch(run: Run, step: int) -> Collected:
 
 
 def report_rollout(run: Run, collected: Collected, step: int) -> None:
-    """Say what a person should look at: rewards that never differ, and what failed."""
+    """Tell the user about rewards that never differ, and record what failed."""
     if warning := run.alarm.observe(collected.rewards):
         run.recorder.alarm(step, warning)
     if collected.failures:
@@ -234,7 +237,7 @@ def report_rollout(run: Run, collected: Collected, step: int) -> None:
 
 
 async def _prepare(run: Run, collected: Collected, step: int) -> TrainBatch:
-    """The batch with old and reference log-probs; advantages come with the update."""
+    """The groups as one batch, with the log-probs of the old policy and of the reference policy."""
     objective = run.spec.objective
     batch = await asyncio.to_thread(batching.pack, collected.groups)
     with run.recorder.phase("log_probs"), waiting("driver", on=f"log-probs of step {step}"):
@@ -249,7 +252,7 @@ async def _prepare(run: Run, collected: Collected, step: int) -> TrainBatch:
 
 
 async def _route_counts(run: Run) -> RouteCounts | None:
-    """What the scoring pass of `_prepare` counted; None when there was none."""
+    """How routes compared in the scoring pass of `_prepare`; None if the trainer scored nothing or routes are off."""
     if run.spec.rollout.routes == "off" or run.spec.objective.old_logprobs == "rollout":
         return None
     return await run.trainer.route_counts()
@@ -280,8 +283,8 @@ async def _update(run: Run, batch: TrainBatch, step: int) -> dict[str, float]:
 
 
 def combine(results: Sequence[StepMetrics], loss_tokens: Sequence[int]) -> dict[str, float]:
-    """Metrics of a step's optimizer steps as ``train/…``: token-weighted means over the steps that were taken; the last
-    learning rate; how many were skipped."""
+    """One set of metrics for all optimizer steps of a step, as ``train/…``: means over those that were taken, weighted
+    by trained tokens; the last learning rate; and the number of those that were skipped."""
     taken = [(r.values, n) for r, n in zip(results, loss_tokens, strict=True) if r.skipped is None]
     total = sum(n for _, n in taken)
     metrics = {"train/skipped_updates": float(len(results) - len(taken))}

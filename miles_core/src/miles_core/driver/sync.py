@@ -1,8 +1,7 @@
-"""The synchronous loop, as it reads.
+"""The synchronous loop: collect a batch, train on it, give the engines the new weights, and again.
 
-Order of a step: collect, train, save when due, publish, evaluate when due. Saving comes before publishing, so a
-checkpoint of step s holds everything needed to publish version s; a resumed run does just that and records step s
-again.
+A step is: collect, train, save if due, publish, evaluate if due, write the step's line. It is saved before its weights
+are published, so that a resumed run can begin by publishing them, and then writes that step's line anew.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""One attempt at one prompt: a session, an environment, the rewards, and a trajectory that says how it ended.
+"""One attempt at one prompt: opens a session, runs the environment, scores the result, and returns a trajectory.
 
-A bad rollout is data, not a crash. This is one of the few places that catch everything: whatever an environment raises
-becomes a failed trajectory with the boundary it failed at. Errors of Miles itself (a broken contract, a missing plugin)
-still surface.
+Whatever an environment or a reward raises, the run goes on: the attempt becomes a failed trajectory that says where it
+failed. Only errors that no retry can mend are raised: a broken contract, a broken plugin.
 """
 
 from __future__ import annotations
@@ -24,16 +23,15 @@ from miles_core.session.assembly import assemble as assemble_linear
 from miles_core.types import Boundary, Failure, Message, Prompt, SamplingParams, Status, Tool, Trajectory
 
 SCORED = (Status.COMPLETED, Status.TRUNCATED)
-"""How an attempt ends that is worth a reward; every other one is infrastructure's doing."""
+"""Attempts that end like this are scored. All others failed for reasons that are not the policy's."""
 
 
 class RecordedSession(SessionHandle, Protocol):
-    """A session as the rollout sees it: beside asking for completions, it can be read out (by `Assemble`) and
-    closed."""
+    """A session as the rollout uses it: an environment asks it for completions, `Assemble` reads it out."""
 
     @property
     def failure(self) -> Failure | None:
-        """Why the latest engine call failed; None once a later one succeeds."""
+        """Why the latest engine call failed; None if it succeeded."""
         ...
 
     def close(self) -> None: ...
@@ -44,7 +42,7 @@ class Sessions(Protocol):
 
 
 class Assemble(Protocol):
-    """The trajectory of a session, whatever happened to it; see `session.assembly.assemble`."""
+    """Makes the trajectory of a session, whatever happened to it; see `session.assembly.assemble`."""
 
     def __call__(
         self, session: Any, *, prompt_id: str, error: BaseException | None, metadata: Mapping[str, Any]
@@ -52,19 +50,19 @@ class Assemble(Protocol):
 
 
 GRACE_S = 5.0
-"""How long an environment may take to end once its deadline has passed; then it is left behind."""
+"""How long an environment may take to end after its deadline. Then the run no longer waits for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeKey:
-    """Which attempt this is. Everything random about it follows from these and the run's seed."""
+    """Which attempt this is. Together with the run's seed it decides everything random about the attempt."""
 
     purpose: str
     """``train`` or ``eval``."""
     step: int
     epoch: int
     draw: int
-    """Number of the draw in the run; tells sessions of one prompt in two epochs apart."""
+    """How many prompts were drawn before; a prompt has another number in each epoch."""
     sample: int
     """Position in the group, from 0."""
     attempt: int = 0
@@ -74,23 +72,25 @@ class EpisodeKey:
         return f"{self.purpose}-s{self.step}-p{self.draw}-{self.sample}-a{self.attempt}"
 
     def seed(self, run_seed: int, prompt_id: str) -> int:
-        """52 bits (exact in any JSON reader), different for every attempt at every prompt in every epoch."""
+        """A seed of its own for every attempt at every prompt in every epoch. 52 bits, so that any JSON reader holds it
+        exactly."""
         text = f"{run_seed}/{self.purpose}/{self.epoch}/{prompt_id}/{self.sample}/{self.attempt}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """An attempt whose tokens are complete; `scored` is None when it already failed and nothing is left to score."""
+    """An attempt that was generated and not yet scored."""
 
     trajectory: Trajectory
     scored: Scored | None
+    """What rewards get to see; None if the attempt failed, so that there is nothing to score."""
     own_reward: float | None
     """The environment's own score."""
 
 
 class Episodes:
-    """Runs attempts; holds what they all share."""
+    """Runs attempts, and holds what all of them share."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class Episodes:
         self._assemble = assemble
         self._first_failures = first_failures
         self._abandoned: set[asyncio.Task[EpisodeResult]] = set()
-        """Episodes that go on after their cancellation; kept so that they are not collected while they run."""
+        """Tasks that did not end when they were cancelled. A task that nobody refers to could be garbage-collected."""
 
     async def generate(self, prompt: Prompt, params: SamplingParams, key: EpisodeKey) -> Generated:
         """Run the environment to its end or its deadline.
 
         Raises:
-            ContractError, PluginError: the session or a plugin is broken; no retry mends that.
+            ContractError, PluginError: the session or a plugin is broken.
         """
         session = self._sessions.open(key.session_id, replace(params, seed=key.seed(self._seed, prompt.id)))
         try:
@@ -128,8 +128,8 @@ class Episodes:
             trajectory = self._assemble(session, prompt_id=prompt.id, error=error, metadata={**facts, **own})
             failure = watched.timeout or session.failure
             if failure is not None and trajectory.status is not Status.ABORTED:
-                # Whether the environment let the engine's error through, wrapped it or swallowed it: the row lacks a
-                # turn that the episode asked for.
+                # The environment may have raised this error, wrapped it or swallowed it. In any case a turn is missing
+                # that the episode asked for.
                 trajectory = replace(trajectory, status=Status.FAILED, failure=failure)
         finally:
             session.close()
@@ -147,10 +147,10 @@ class Episodes:
         return Generated(trajectory=trajectory, scored=scored, own_reward=None if result is None else result.reward)
 
     async def _until_deadline(self, episode: Coroutine[Any, Any, EpisodeResult]) -> asyncio.Task[EpisodeResult] | None:
-        """The finished task of an episode, or None when its deadline passed.
+        """The finished task of an episode, or None if its deadline passed.
 
-        A task of its own, because an environment may swallow its cancellation: it is left behind then, so that it holds
-        no place in flight for ever.
+        The episode has a task of its own because an environment may ignore its cancellation. Then the run goes on
+        without waiting for it.
         """
         task = asyncio.create_task(episode)
         try:
@@ -165,10 +165,10 @@ class Episodes:
         return task if done else None
 
     async def score(self, generated: Generated) -> Trajectory:
-        """The trajectory with its reward, or failed(reward).
+        """The trajectory with its reward, or a failed one if a reward failed.
 
         Raises:
-            RunError: nothing but time-outs happened since the run began.
+            RunError: since the run began, every attempt has timed out.
         """
         attempt = await self._score(generated)
         if self._first_failures is not None:

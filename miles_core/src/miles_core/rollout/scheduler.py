@@ -1,13 +1,13 @@
-"""collect: prompts to scored groups for one step, in waves.
+"""`collect`: from prompts to the scored groups of one step, in waves.
 
-A wave starts `over_sample` times as many groups as are still needed. Groups are judged in the order in which their
-*generation* finished, whatever order their rewards come back in, and a further wave starts only when the last one is
-judged. Which groups are trained is then a function of the engine's order alone, and equal seeds give equal steps. For
-the same reason a trajectory gives its place to the next one when its generation ends, not when its reward does.
+A wave starts `over_sample` times as many groups as are still needed. Groups are judged (kept or dropped) in the order
+in which their *generation* ended, in whatever order their rewards arrive, and the next wave starts when the last group
+of this one is judged. So the engine's order alone decides which groups are trained, and equal seeds give equal steps.
+For the same reason a trajectory makes room for the next one when its generation ends, not when its reward is there.
 
-Once enough groups are accepted the surplus is aborted. Its prompts count as drawn: they come back in the next epoch.
-(Putting them back would make the slowest prompts start every later wave and be aborted again, for ever.) Over-sampling
-therefore prefers prompts with short answers; it is off by default.
+Once enough groups are accepted, the surplus is aborted. Its prompts are not drawn again before the next epoch: if they
+were put back, the slowest prompts would begin every wave and be aborted every time. Over-sampling therefore favours
+prompts with short answers, and is off by default.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from miles_core.rollout.tally import Tally
 from miles_core.types import Group, SamplingParams, Trajectory
 
 NO_TRAINABLE = "no_trainable"
-"""Reason for a group of which every trajectory failed."""
+"""The reason for dropping a group in which no trajectory can be trained."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,18 +41,18 @@ class GroupFilter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collected:
-    """One step's worth of groups, and what became of everything that was started for it."""
+    """The groups of one step, and what became of everything that was started for it."""
 
     groups: tuple[Group, ...]
-    """Accepted, in the order in which their generation finished."""
+    """Accepted groups, in the order in which their generation ended."""
     stats: dict[str, float]
-    """Under ``rollout/``; a function of seed and run-file (only judged groups are counted)."""
+    """Metrics ``rollout/…`` of judged groups. Seed and run-file decide them."""
     wasted: dict[str, float]
-    """Under ``rollout/``; what the aborted surplus had cost, which depends on the clock."""
+    """Metrics ``rollout/…`` of the aborted surplus. The clock decides them."""
     rewards: tuple[float, ...]
-    """Of every scored trajectory of every judged group, dropped ones included."""
+    """Rewards of all scored trajectories of judged groups, those of dropped groups included."""
     failures: Mapping[str, str]
-    """What the last failure at each boundary said, for the log."""
+    """The message of the last failure at each boundary."""
 
 
 def sampling_params(spec: SamplingSpec) -> SamplingParams:
@@ -74,13 +74,13 @@ async def collect(
     """Collect `groups` accepted groups of `group_size` trajectories.
 
     Args:
-        step: Step being collected; names sessions and messages.
-        stream: Where prompts come from; advanced by exactly the prompts started.
+        step: The step that is collected; it is part of the sessions' names.
+        stream: Where prompts come from.
         on_accept: Called with the number of groups accepted so far.
 
     Raises:
-        RunError: `spec.max_waves` waves left too few groups; says what dropped them.
-        PluginError: a filter broke its protocol.
+        RunError: after `spec.max_waves` waves there are too few groups; says what dropped the others.
+        PluginError: a filter raised, or broke its protocol.
     """
     tally = Tally(group_size=group_size)
     accepted: list[Group] = []
@@ -109,7 +109,7 @@ async def collect(
 
 
 def too_few(step: int, tally: Tally, *, expected: str) -> RunError:
-    """What to raise where filters and failures leave too few groups."""
+    """The error to raise when filters and failures leave too few groups."""
     dropped = ", ".join(f"{reason} {count}" for reason, count in sorted(tally.filtered.items()))
     failures = "".join(
         f"\n            last failure at {where}: {what}" for where, what in tally.last_failures().items()
@@ -127,17 +127,17 @@ def too_few(step: int, tally: Tally, *, expected: str) -> RunError:
 
 
 class _Run:
-    """One group under way."""
+    """A group in progress."""
 
     def __init__(self, draw: Draw, size: int) -> None:
         self.draw = draw
         self.generating = size
-        """Samples whose current attempt has not finished generating."""
+        """How many samples have an attempt that is still generating."""
         self.unscored = size
-        """Samples without a final trajectory."""
+        """How many samples have no final trajectory yet."""
         self.samples: list[Trajectory | None] = [None] * size
         self.attempts: list[Trajectory] = []
-        """Every finished attempt, retried ones included."""
+        """All finished attempts, also those that were tried again."""
         self.started = 0
         self.retried = 0
 
@@ -169,13 +169,14 @@ class _Wave:
         self._tally = tally
         self._gate = asyncio.Semaphore(spec.max_concurrent)  # first come, first served: keeps the order of submission
         self._line: list[_Run] = []
-        """Groups that generate nothing at the moment, by when they stopped. Its head can be judged once it is scored: a
-        group still generating will stop later, and one that goes back to generate leaves the line."""
+        """Groups that are not generating, in the order in which they stopped. The first is the next to be judged, once
+        it is scored: every group that still generates will stop later. A group that tries a failed attempt again leaves
+        the line."""
         self._changed = asyncio.Event()
 
     async def run(self, draws: Sequence[Draw], needed: int, on_accept: Callable[[Group], None]) -> None:
-        """Start a group for each draw; end when `needed` are accepted or every group is judged. Nothing is left
-        running."""
+        """Start a group for each draw, and return when `needed` are accepted or all are judged. The others are
+        cancelled."""
         runs = [_Run(draw, self._group_size) for draw in draws]
         self._tally.submitted += len(runs)
         accepted = 0
@@ -200,7 +201,7 @@ class _Wave:
             self._tally.abort(run.attempts, started=run.started)
 
     async def _next(self, accepted: int, needed: int) -> _Run:
-        """The next group to judge: the head of the line, once it is scored."""
+        """The next group to judge: the first in line, once it is scored."""
         with watch.waiting(
             f"step {self._step} ({accepted} of {needed} groups of this wave accepted)", on="running groups"
         ):
@@ -210,7 +211,7 @@ class _Wave:
         return self._line.pop(0)
 
     async def _sample(self, run: _Run, index: int) -> None:
-        """One sample of a group: attempts until one is no failure or the retries are used up."""
+        """One sample of a group: attempt after attempt, until one does not fail or no retry is left."""
         for attempt in range(self._spec.retries + 1):
             key = EpisodeKey(
                 purpose="train",
@@ -251,7 +252,7 @@ def judge(group: Group, filters: Sequence[GroupFilter]) -> str | None:
     for picked in filters:
         try:
             reason = picked.judge(group, **picked.options)
-        except Exception as error:  # foreign code, named here: whatever it raises is its own failure
+        except Exception as error:  # a plugin's code may raise anything; the error says whose it is
             raise PluginError(
                 f"filter {picked.name!r} raised {type(error).__name__}: {error}", found=f"prompt {group.prompt.id!r}"
             ) from error
@@ -267,9 +268,9 @@ def judge(group: Group, filters: Sequence[GroupFilter]) -> str | None:
 
 
 def first_error(several: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The exception that ended the wave. Its siblings were cancelled for it; two in one instant are told in a note.
+    """The exception that ended a group of tasks. Others that were raised at the same time are added to it as notes.
 
-    Raise it ``from`` its own cause: what a plugin raised is told there.
+    Raise it ``from`` its own ``__cause__``, which may be what a plugin raised.
     """
     flat: list[BaseException] = []
     queue: list[BaseException] = [several]
