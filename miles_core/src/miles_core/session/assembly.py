@@ -1,7 +1,7 @@
-"""Session to trajectory: the row that serving built is the row that training reads; nothing is tokenized again.
+"""From a session to a trajectory. The row is taken as it is, so training reads the very tokens that were sampled.
 
-Also the one place that says how an attempt ended: what a session knows and what its environment raised become a
-status and, where something failed, the boundary at which it did.
+This is also the one place that decides how an attempt ended (`outcome`), from what the session knows and from what its
+environment raised.
 """
 
 from __future__ import annotations
@@ -35,11 +35,14 @@ def assemble_all(
     metadata: Mapping[str, Any] | None = None,
     picker: Picker = drop_retries,
 ) -> tuple[Trajectory, ...]:
-    """Every trajectory of a session: one of a linear history, one of each kept leaf of a branching one; never none.
+    """All trajectories of a session: one of a linear session, one for each leaf that is kept of a branching one.
 
     Args:
-        error, metadata: As for `assemble`.
-        picker: Chooses among the leaves of a branching history.
+        error, metadata: See `assemble`.
+        picker: Chooses which leaves of a branching session are kept.
+
+    Returns:
+        At least one trajectory.
 
     Raises:
         ContractError: see `assemble`.
@@ -61,17 +64,17 @@ def assemble(
     error: BaseException | None = None,
     metadata: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    """The session's one trajectory, whatever happened to it.
+    """The trajectory of a linear session, however it ended.
 
     Args:
-        error: What the environment's `run` raised, if it did; decides the status with the session, see `outcome`.
-        metadata: JSON-compatible facts from the environment; wins over the session's own of the same name.
+        error: What the environment's `run` raised, if anything.
+        metadata: JSON-compatible facts from the environment. They replace the session's facts of the same name.
 
     Returns:
-        A trajectory that passes `Trajectory.check`. Without a committed turn it has no tokens.
+        A trajectory that passes `Trajectory.check`. It has no tokens if no turn was committed.
 
     Raises:
-        ContractError: the session built a row that breaks the tokens contract (a defect of this package).
+        ContractError: the row breaks the tokens contract, which is a defect of this package.
     """
     ids, sampled, logprobs = session.row.arrays()
     status, failure = outcome(session, error)
@@ -102,7 +105,7 @@ def assemble_attempt(
     metadata: Mapping[str, Any] | None = None,
     picker: Picker = drop_retries,
 ) -> Trajectory:
-    """The session as the one attempt it was: its earliest trajectory, with the others as `branches`. See
+    """The session as one attempt: the first of its trajectories, with the others as its `branches`. See
     `assemble_all`."""
     first, *others = assemble_all(session, prompt_id=prompt_id, error=error, metadata=metadata, picker=picker)
     return replace(first, branches=tuple(others)) if others else first
@@ -187,9 +190,9 @@ def outcome(
     Args:
         last: The turn that ends the row; None is the session's latest.
 
-    A full context truncates a session that has turns; a first prompt that does not fit is the environment's failure.
-    An engine error counts as the engine's even if the environment caught it and gave up. Cancellation is an abort,
-    not a failure.
+    An attempt is truncated if the context is full after some turns; if not even the first prompt fits, the environment
+    failed. If the engine failed, the attempt failed there, even if the environment caught the error and ended. An
+    attempt that was cancelled is aborted, not failed.
     """
     if isinstance(error, asyncio.CancelledError):
         return Status.ABORTED, None

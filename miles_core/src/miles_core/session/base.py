@@ -1,10 +1,10 @@
-"""What linear and branching sessions share: a turn, from the replayed history to the assistant's message.
+"""What linear and branching sessions share: how one turn is made, from the history that the agent sends.
 
-    prepare   match the replayed history, tokenize what is new, merge at the seam     changes nothing
-    run       ask the engine, let the caller read along                               holds nothing
-    commit    append prompt and sampled tokens                                        the only change
+    prepare   compare the history with the stored one, and turn what is new into tokens
+    run       let the engine sample, and pass on pieces of the message while it does
+    commit    append the prompt and the sampled tokens
 
-Because nothing changes before `commit`, a failed, cancelled or abandoned engine call leaves the session as it was.
+Only `commit` changes the session: if the engine fails or the caller goes away, the session is as it was.
 """
 
 from __future__ import annotations
@@ -28,46 +28,46 @@ from miles_core.session.seeds import turn_seed
 from miles_core.types import Boundary, Failure, FinishReason, Message, SamplingParams, Tool, ToolCall
 
 OVERHEAD_BYTES = 1024
-"""Of a message: its object, its turn, and its raw form in the server's transcript."""
+"""About what a message takes besides its text: its object, its turn, and its raw form in the server's transcript."""
 
 Listener = Callable[[Delta], None]
-"""Reads a turn along while it is sampled."""
+"""Receives the pieces of a message while it is sampled."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """A request the session accepted, ready for the engine; becomes history only through `commit`."""
+    """A turn that the session accepted and that was not sampled yet."""
 
     base: int
-    """The turn it extends, or -1: everything was rendered anew."""
+    """The turn that it follows, or -1 if the whole conversation was rendered."""
     messages: tuple[Message, ...]
-    """Messages after that turn, without the answer."""
+    """The messages after that turn, without the answer."""
     tools: tuple[Tool, ...]
     prompt_ids: TokenIds
     shared: int
-    """Leading prompt tokens that are the stored row, unchanged."""
+    """How many tokens at the start of the prompt are those of the stored row."""
     edited: bool = False
-    """A discarded turn was replaced by an assistant message the agent wrote, not retried."""
+    """Whether the turn replaces one whose answer the agent rewrote, instead of asking for it again."""
     generation: int
-    """Number of the generation this becomes; seeds its sampling."""
+    """Number of this turn among all that the session sampled; its seed depends on it."""
     params: SamplingParams
-    """How this turn samples, before limits and seed."""
+    """How to sample; limits and seed are added later."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionSetup:
-    """What a session is opened with; everything but its name."""
+    """What a session is opened with, apart from its name."""
 
     engine: Engine
     engine_name: str
     family: TitoFamily
     matcher: Matcher
     params: SamplingParams
-    """How turns sample; `seed` is the session's, each turn derives its own."""
+    """How turns are sampled. `seed` is the session's, from which each turn derives its own."""
     context_length: int
-    """Tokens of prompt plus output at most."""
+    """The longest prompt plus output, in tokens."""
     routes: bool = False
-    """Ask the engine for the experts of every token."""
+    """Whether to ask the engine for the experts of every token."""
     on_close: Callable[[], None] | None = None
     """Called once, when the session is closed."""
 
@@ -83,23 +83,23 @@ class Session(ABC):
         self._family, self._matcher = setup.family, setup.matcher
         self._closed = False
         self.in_flight = 0
-        """Turns under way."""
+        """How many turns are being sampled."""
         self.reserved: set[int] = set()
-        """Generations that somebody has set about and that may not have begun."""
+        """Generations that a server has accepted and that may not have begun."""
         self.abandoned = False
-        """The latest served turn was given up by whoever waited for it."""
+        """Whether the client of the latest served turn went away before the turn was complete."""
         self.on_commit: Callable[[Prepared, Output], None] | None = None
-        """Called with every turn before it becomes history; if it raises, the turn does not."""
+        """Called with every turn before it is committed; if it raises, the turn is not committed."""
         self.failure: Failure | None = None
-        """Why the latest engine call failed; None once a later one succeeds."""
+        """Why the latest engine call failed; None if it succeeded."""
         self.overflow: ContextFull | None = None
-        """The latest request did not fit the context; None once a later one did."""
+        """The error of the latest request, if it did not fit the context; None if it did."""
         self.cached_tokens = 0
-        """Prompt tokens whose KV the engine reused, over all turns."""
+        """Prompt tokens whose key-values the engine reused, over all turns."""
         self.size_bytes = 0
-        """Memory of rows and messages, about; turns that were rolled back count on."""
+        """About how much memory rows and messages take; turns that were rolled back are still counted."""
         self.calls: dict[str, list[ToolCall]] = {}
-        """Tool calls the model made, by id; branches may use one id several times."""
+        """The model's tool calls by id. In different branches several calls may have the same id."""
 
     @property
     def closed(self) -> bool:
@@ -122,24 +122,24 @@ class Session(ABC):
     def prepare(
         self, messages: Sequence[Message], tools: Sequence[Tool] = (), *, params: SamplingParams | None = None
     ) -> Prepared:
-        """Turn a replayed history into the next prompt, without changing the session.
+        """Make the next prompt from the history that the agent sends. Changes nothing in the session.
 
         Args:
-            params: How this turn samples; None is as the session does.
+            params: How to sample this turn; None is the session's way.
 
         Raises:
             SessionError: see `complete`.
         """
 
     async def run(self, prepared: Prepared, listener: Listener | None = None) -> Completion:
-        """Sample a prepared turn and commit it. Cancelling aborts the request and leaves the session as it was.
+        """Sample a prepared turn and commit it. If it is cancelled, the session stays as it was.
 
         Args:
-            listener: Gets the message piece by piece while it is sampled; joined, the pieces are the message.
+            listener: Receives the message in pieces while it is sampled.
 
         Raises:
             EngineError: the engine failed.
-            StaleTurn: the session went on or was closed meanwhile.
+            StaleTurn: see `commit`.
         """
         read = None if listener is None else _Reader(self, prepared, listener)
         self.in_flight += 1
@@ -157,10 +157,10 @@ class Session(ABC):
         return self.commit(prepared, output)
 
     def commit(self, prepared: Prepared, output: Output) -> Completion:
-        """Make a generated turn history: ``C = P || O``.
+        """Append a sampled turn to the history: its prompt and its output become part of the row.
 
         Raises:
-            StaleTurn: the session was closed, or went on in a way that leaves no place for the turn.
+            StaleTurn: meanwhile the session was closed, or went on in a way that leaves no place for the turn.
         """
         self._check_current(prepared)
         parsed = self._family.parse(output.ids.tolist(), prepared.tools)
@@ -184,7 +184,7 @@ class Session(ABC):
         )
 
     def close(self) -> None:
-        """Give the engine's slot back. The row stays readable; no further turn is accepted. Idempotent."""
+        """Accept no further turn, and free the engine. The row can still be read. Closing twice is allowed."""
         if not self._closed:
             self._closed = True
             if self._setup.on_close is not None:
@@ -194,7 +194,7 @@ class Session(ABC):
 
     @abstractmethod
     def _check_current(self, prepared: Prepared) -> None:
-        """Raise `StaleTurn` if the turn has no place in the history any more."""
+        """Raise `StaleTurn` if the history has no place for the turn any more."""
 
     @abstractmethod
     def _apply(self, prepared: Prepared, output: Output, message: Message) -> int:
@@ -202,7 +202,7 @@ class Session(ABC):
 
     @abstractmethod
     def _call_id_taken(self, prepared: Prepared, call_id: str) -> bool:
-        """Whether a message before the turn has a tool call of this id."""
+        """Whether a message before the turn has a tool call with this id."""
 
     @property
     def _where(self) -> str:
@@ -246,14 +246,15 @@ class Session(ABC):
         )
 
     def _named(self, prepared: Prepared, call: ToolCall) -> ToolCall:
-        """Families number calls within a turn; agents file results by call id over the whole history."""
+        """The call under an id that is new in the history. Families number the calls of each turn from the same start,
+        but agents match results to calls by id over the whole history."""
         if not self._call_id_taken(prepared, call.id):
             return call
         return replace(call, id=f"{call.id}_turn{prepared.generation}")
 
 
 class _Reader:
-    """Turns sampled ids into deltas under the call ids that the committed message will have."""
+    """Parses ids while they are sampled, and gives tool calls the ids that they will have in the committed message."""
 
     def __init__(self, session: Session, prepared: Prepared, listener: Listener) -> None:
         self._session, self._prepared, self._listener = session, prepared, listener
@@ -282,12 +283,12 @@ def _size(prepared: Prepared, output: Output, message: Message) -> int:
 
 
 def fixed_tools(tools: Sequence[Tool]) -> tuple[Tool, ...]:
-    """The tools as plain JSON values of their own."""
+    """A copy of the tools as plain JSON values, which the caller cannot change."""
     return tuple(plain(tool) for tool in tools)
 
 
 def same_tools(ours: Sequence[Tool], theirs: Sequence[Tool]) -> bool:
-    """Whether both render alike; the order of keys does not count."""
+    """Whether both are equal as JSON; the order of keys does not count."""
     return tuple(ours) == tuple(theirs) or spell_tools(ours) == spell_tools(theirs)
 
 

@@ -1,7 +1,7 @@
-"""One engine call, checked: what a session accepts as a sampled assistant turn.
+"""One engine call: samples a turn, and checks that the answer is one that can be trained.
 
-An engine that drops the stop token, loses a log-prob or runs past the limit would put a wrong row into training
-without a sound, so every such answer is an EngineError here, at the first place that can tell.
+An engine that drops the stop token, loses a log-prob or runs past the limit would silently put a wrong row into
+training. Such an answer is an EngineError here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Which leaves of a branching session become trajectories, and which of them trains a turn that several share.
+"""Which leaves of a branching session become rows of the trajectory, and which row trains a turn that several contain.
 
-A picker takes the leaves in order of commits and returns those to keep; it may only choose. Then every sampled turn is
-trained by the earliest kept leaf whose path contains it, and by no other: it gives one gradient, not several.
+A picker gets all leaves, in the order in which they were committed, and returns those to keep. Every sampled turn is
+then trained in the earliest kept leaf whose path contains it, and only there, so that no token is trained twice.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Leaf:
     sampled: int
     """Tokens the leaf's own turn sampled."""
     retried: bool
-    """A later turn has the same parent, which is no root: the leaf was superseded."""
+    """Whether a later turn has the same parent: the agent asked again. Roots do not count as asked again."""
 
 
 Picker = Callable[[Sequence[Leaf]], Sequence[Leaf]]
@@ -39,12 +39,12 @@ def keep_all(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
 
 
 def drop_retries(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-    """Leaves that no later sibling supersedes; a harness that asks again meant the first answer not to count."""
+    """All but those that the agent asked for again: it did not mean the first answer to count."""
     return [leaf for leaf in leaves if not leaf.retried]
 
 
 def longest(leaves: Sequence[Leaf]) -> Sequence[Leaf]:
-    """The leaf with the most tokens, the earliest among equals."""
+    """The leaf with the most tokens; the earliest if several have as many."""
     return [max(leaves, key=lambda leaf: (leaf.tokens, -leaf.node))] if leaves else []
 
 
@@ -92,7 +92,7 @@ def pick(session: TreeSession, picker: Picker) -> list[Leaf]:
 
 
 def owners(kept: Sequence[Leaf]) -> dict[int, int]:
-    """Node -> the kept leaf that trains its turn: the earliest whose path contains it."""
+    """For each node, the kept leaf that trains its turn: the earliest whose path contains it."""
     found: dict[int, int] = {}
     for leaf in sorted(kept, key=lambda each: each.node):
         for node in leaf.path:

@@ -1,7 +1,7 @@
-"""A linear session: one token row, extended at the tail, owned here and shown to nobody but the engine.
+"""A linear session: one row of tokens that grows at its end, and becomes exactly one trajectory.
 
-The latest turn may be retried: a history that agrees up to the checkpoint before it discards that one turn, and the row
-goes back to where it was. Anything that diverges earlier is refused. A session yields exactly one trajectory.
+The latest turn may be tried again: if the agent sends a history without it, or with another answer in its place, that
+turn is discarded and the row goes back to where it was. A history that differs earlier is refused.
 """
 
 from __future__ import annotations
@@ -23,24 +23,26 @@ from miles_core.types import FinishReason, Message, SamplingParams, Tool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """A committed assistant turn: the checkpoint a later request extends or rolls back."""
+    """A committed turn of the assistant."""
 
     message_end: int
-    """Stored messages up to and with the assistant's."""
+    """How many messages the history has with this turn's answer."""
     attached: int
-    """Row length its prompt kept of the turn before."""
+    """How many tokens of the row before the turn its prompt begins with."""
     dropped: Tail
-    """What the merge took from the end of the turn before (a stop token that is the next opener)."""
+    """What the prompt left out of that row at its end: at most a stop token that gave way to the next opener."""
     row_end: int
+    """Length of the row with this turn."""
     sampled: int
+    """How many tokens were sampled; they are the last ones of the row."""
     finish_reason: FinishReason
     temperature: float
     generation: int
-    """Its number: no other turn of the session, discarded ones included, was sampled under it."""
+    """Number of the turn among all that the session sampled, discarded ones included."""
 
 
 class LinearSession(Session):
-    """See `base.Session`. One turn at a time: a second request while one is under way is refused."""
+    """See `base.Session`. A request is refused while another turn is being sampled."""
 
     def __init__(self, session_id: str, setup: SessionSetup) -> None:
         super().__init__(session_id, setup)
@@ -49,16 +51,16 @@ class LinearSession(Session):
         self._accepted: list[Message] = []
         self._turns: list[Turn] = []
         self._call_turns: dict[str, int] = {}
-        """Tool-call id -> the turn it became history with."""
+        """The turn in which each tool-call id first appeared."""
         self._tools: tuple[Tool, ...] = ()
         self._generations = 0
         self.routes: Routes | None = None
-        """Of the row; `routing.codec.extend` says which turn's routes a position keeps."""
+        """Routes of the row. Which turn's routes a position keeps is said by `routing.codec.extend`."""
         self.discarded_turns = 0
         self.discarded_tokens = 0
-        """Sampled tokens that retries took out of the row: they were generated but are not trained."""
+        """Tokens that were sampled in discarded turns, and are not trained."""
         self.edited_turns = 0
-        """Discarded turns that the agent replaced by a message of its own instead of asking again."""
+        """Discarded turns that the agent replaced with an answer of its own."""
 
     # --- views --------------------------------------------------------------------------------------------------------
 
@@ -76,29 +78,29 @@ class LinearSession(Session):
 
     @property
     def temperature(self) -> float:
-        """What the tokens were sampled with; one row has one temperature."""
+        """The temperature at which the tokens were sampled; it is the same for the whole row."""
         return self._turns[-1].temperature if self._turns else self.params.temperature
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """Of the latest turn."""
+        """The tools of the latest turn."""
         return self._tools
 
     def row_to(self, turn: int) -> array[int]:
-        """A copy of the row as it was committed with `turn`."""
+        """A copy of the row as it was after `turn`."""
         if turn + 1 == len(self._turns):
             return self._row.slice(0, len(self._row))
         later = self._turns[turn + 1]
         return self._row.slice(0, later.attached) + later.dropped.ids
 
     def sampled_of(self, turn: int) -> tuple[array[int], array[float]]:
-        """Ids and log-probs that `turn` sampled."""
+        """Ids and log-probs of the tokens that were sampled in `turn`."""
         end = self._turns[turn].row_end
         start = end - self._turns[turn].sampled
         return self._row.slice(start, end), self._row.logprobs(start, end)
 
     def messages_to(self, turn: int) -> tuple[Message, ...]:
-        """The conversation up to and with `turn`."""
+        """The conversation as it was after `turn`."""
         return tuple(self._messages[: self._turns[turn].message_end])
 
     # --- the turn -----------------------------------------------------------------------------------------------------
@@ -235,8 +237,8 @@ class LinearSession(Session):
         self.edited_turns += prepared.edited
 
     def _extended_routes(self, prepared: Prepared, output: Output) -> Routes | None:
-        """Routes of the row with this turn: of the tokens it shares with the row before, the last one was never an
-        input there."""
+        """Routes of the row with this turn. The last of the shared tokens had no routes before: it was never an input
+        of the engine."""
         length = len(prepared.prompt_ids) + len(output.ids)
         known = extend(self.routes, max(prepared.shared - 1, 0), output.routes)
         return None if known is None else pad(known, max(length - 1, 0))

@@ -1,8 +1,8 @@
-"""Matchers: is the message an agent replays the one the session stored? And how far a replayed history agrees.
+"""Matchers, and how far the history that an agent sends agrees with the stored one.
 
-An agent sends its whole history every turn, and its spelling of it drifts. A match only locates the stored tokens; the
-stored message and its tokens win, whatever the replay says. None, "" and () are one and the same everywhere; nothing
-else is forgiven by `strict`, not even trailing white space.
+An agent sends its whole history with every turn, and may spell it a little differently each time. A match only finds
+the stored tokens: what was stored is kept, whatever the agent sends. None, "" and () count as equal everywhere. Apart
+from that, `strict` forgives nothing, not even white space at the end.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from miles_core.kinds.matcher import Matcher
 from miles_core.types import Message, ToolCall
 
 COMPARED_FIELDS = ("role", "content", "reasoning", "tool_calls")
-"""What makes a message the same. `name` and `tool_call_id` do not: harnesses add and drop them freely, and the
-content of the message they belong to is compared anyway."""
+"""The fields that are compared. `name` and `tool_call_id` are not among them: agent programs add and drop them at will,
+and the content of their message is compared anyway."""
 
 
 class MatcherError(SessionError):

@@ -1,8 +1,7 @@
-"""The engines that sessions are spread over, some of which may be lost and come back.
+"""The engines of a run, as sessions use them. Engines may be lost and replaced without a session noticing.
 
-A request whose engine is lost goes on at another one from the ids it has: prompt and sampled tokens together become the
-prompt there, and only what is missing is sampled. Tokens and log-probs that were sampled already are kept, with the
-version that made them, so nothing is sampled twice and the spans stay right.
+If an engine is lost in the middle of a request, the request continues on another one: its prompt and the tokens sampled
+so far become the prompt there. Those tokens keep their log-probs and weight versions, and none is sampled twice.
 """
 
 from __future__ import annotations
@@ -21,12 +20,13 @@ from miles_core.watch import waiting
 
 @dataclass(eq=False)
 class _Call:
-    """A task that waits for an engine, and whether that engine was lost meanwhile."""
+    """A task that waits for an engine."""
 
     task: asyncio.Task[object]
     before: int
-    """Cancellations the task had been asked for already."""
+    """How often the task had been asked to cancel before."""
     lost: str | None = None
+    """Why the engine was lost while the task waited, or None."""
 
 
 @dataclass
@@ -45,12 +45,13 @@ class EnginePool:
         self._affinity = Affinity(len(engines))
         self._changed = asyncio.Event()
         self.requeued = 0
-        """Requests that went on at another engine."""
+        """How many requests continued on another engine."""
 
     # --- sessions -----------------------------------------------------------------------------------------------------
 
     def open(self, key: str) -> tuple[Engine, str]:
-        """What serves the session `key` from now on, wherever that is, and the name of its engine at first.
+        """Assign an engine to a new session. Returns an object that generates on it, or on its successor if it is lost,
+        and the engine's name.
 
         Raises:
             SessionError: a session of that name is open.
@@ -76,11 +77,11 @@ class EnginePool:
         return frozenset(index for index, member in enumerate(self._members) if member.lost is None)
 
     def lost(self) -> dict[int, str]:
-        """Engines that do not, and why."""
+        """Engines that take no requests, and why."""
         return {index: member.lost for index, member in enumerate(self._members) if member.lost is not None}
 
     def lose(self, index: int, why: str) -> None:
-        """Send nothing more to an engine; what it was asked goes on elsewhere. The first reason stays."""
+        """Send nothing more to an engine, and let its requests continue elsewhere. The first reason given is kept."""
         member = self._members[index]
         member.lost = member.lost or why
         for call in member.calls:
@@ -90,7 +91,7 @@ class EnginePool:
         self._notify()
 
     def restore(self, index: int, engine: Engine) -> None:
-        """An engine serves in the place of a lost one; it must hold the version that the others serve."""
+        """Let an engine serve in the place of a lost one. It must hold the version that the others serve."""
         self._members[index] = _Member(engine)
         self._notify()
 
@@ -100,7 +101,7 @@ class EnginePool:
             await self._changed.wait()
 
     async def route(self, key: str) -> int:
-        """The engine of a session: the one it had, or another when that was lost; waits while all are."""
+        """The engine of a session: the one it has had, or another if that is lost. Waits while all are lost."""
         while not (serving := self.serving()):
             with waiting(f"session {key}", on="an engine: all are lost"):
                 await self._changed.wait()
@@ -111,7 +112,7 @@ class EnginePool:
 
     @contextmanager
     def calling(self, index: int) -> Iterator[None]:
-        """Inside, the loss of the engine is raised as EngineLost, whatever is awaited."""
+        """While the block runs, the loss of the engine ends whatever it awaits, with EngineLost."""
         task = asyncio.current_task()
         assert task is not None
         member, call = self._members[index], _Call(task, task.cancelling())
@@ -134,7 +135,7 @@ class EnginePool:
 
 
 class _Routed:
-    """An engine as a session sees it: `generate` alone, at whichever engine serves."""
+    """An engine as a session sees it: only `generate`, on whichever engine the session is assigned to."""
 
     def __init__(self, pool: EnginePool, key: str) -> None:
         self._pool, self._key = pool, key

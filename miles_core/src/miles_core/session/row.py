@@ -14,10 +14,10 @@ from miles_core.types import Bool, Float32, Int32, TokenSpan
 
 
 class TokenIds(Sequence[int]):
-    """Token ids that nobody can change, four bytes each; equal to any sequence of the same ids.
+    """Token ids that nobody can change, in four bytes each; equal to any sequence of the same ids.
 
     Args:
-        ids: Owned by the new object: the caller gives it away.
+        ids: The caller must not use it any more.
     """
 
     __slots__ = ("_ids",)
@@ -58,7 +58,7 @@ class TokenIds(Sequence[int]):
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """Tokens cut from the end of a row, so that a rollback can put them back."""
+    """Tokens that were cut off the end of a row, with all that is needed to put them back."""
 
     ids: array[int]
     logprobs: array[float]
@@ -66,7 +66,8 @@ class Tail:
 
 
 class TokenRow:
-    """Eight bytes a token: int32 ids and float32 log-probs (NaN where not sampled), and a span per turn and version."""
+    """The tokens of a session: int32 ids, float32 log-probs (NaN where not sampled), and the weight version of each
+    stretch of sampled tokens. Eight bytes a token, and a span for each turn and version."""
 
     __slots__ = ("_ids", "_logprobs", "_spans")
 
@@ -80,7 +81,7 @@ class TokenRow:
 
     @property
     def spans(self) -> tuple[TokenSpan, ...]:
-        """Sampled stretches in order; neighbours of one version are one span."""
+        """The stretches of sampled tokens, in order. Neighbours of the same version are one span."""
         return tuple(self._spans)
 
     def ids(self, end: int | None = None) -> list[int]:
@@ -96,7 +97,7 @@ class TokenRow:
         return self._logprobs[start:end]
 
     def append_given(self, ids: Sequence[int]) -> None:
-        """Append tokens nobody sampled: prompt, tool results, openers, separators."""
+        """Append tokens that were not sampled: prompt, tool results, openers, separators."""
         self._ids.extend(ids)
         self._logprobs.extend([float("nan")] * len(ids))
 
@@ -130,7 +131,7 @@ class TokenRow:
         )
         del self._ids[length:]
         del self._logprobs[length:]
-        # From the end, since a row of many turns has many spans and loses a token with every turn of some families.
+        # From the end: a row of many turns has many spans, and with some families every turn cuts off one token.
         while self._spans and self._spans[-1].start >= length:
             self._spans.pop()
         if self._spans:
@@ -146,7 +147,7 @@ class TokenRow:
         return tuple(reversed(found))
 
     def tail(self, *, shift: int) -> Tail:
-        """The whole row as something to `paste` where a row has `shift` tokens."""
+        """The whole row as something that can be pasted onto a row of `shift` tokens."""
         spans = tuple(
             TokenSpan(start=span.start + shift, end=span.end + shift, weight_version=span.weight_version)
             for span in self._spans
@@ -154,7 +155,7 @@ class TokenRow:
         return Tail(self._ids, self._logprobs, spans)
 
     def paste(self, tail: Tail) -> None:
-        """Undo the `cut` that returned `tail`; the row must have the length it had then."""
+        """Put back what `cut` returned. The row must be as long as it was after that `cut`."""
         self._ids.extend(tail.ids)
         self._logprobs.extend(tail.logprobs)
         for span in tail.spans:

@@ -1,9 +1,9 @@
-"""A branching session: an append-only tree of turns, for harnesses that fork sub-agents, compact or rewrite.
+"""A branching session: a tree of turns that only grows, for agents that start sub-agents or rewrite their history.
 
-A request attaches to the deepest turn whose complete message path prefixes it, and becomes a child of that turn; where
-none does, it is rendered anew as a root. Nothing is ever changed or deleted, so no divergence is refused, and turns
-that are generated at the same time under one parent become siblings. A turn that was cut off cannot be extended.
-Each node holds only its own tokens; what branches share is stored once.
+A request continues the deepest turn whose whole conversation is the beginning of the history that is sent; its own turn
+becomes a child of that one. If there is no such turn, the history is rendered and starts a new root. Since nothing is
+changed or deleted, no history is refused, and turns may be sampled at the same time. A turn that was cut off cannot be
+continued. Each node holds only its own tokens, so what branches share is stored once.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from miles_core.session.seam import join
 from miles_core.types import FinishReason, Message, SamplingParams, Tool
 
 MAX_NODES = 1024
-"""Turns of one session at most: a harness that loops must not fill the memory of all others."""
+"""The largest number of turns in a session, so that an agent in an endless loop does not use up all memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,47 +34,47 @@ class Node:
     """One committed turn."""
 
     number: int
-    """Order of commits; the only ordering there is."""
+    """Nodes are numbered in the order in which they were committed."""
     parent: int
-    """-1: a root."""
+    """-1 for a root."""
     messages: tuple[Message, ...]
-    """What the turn added: the client's messages and the answer."""
+    """What the turn added: the agent's new messages and the answer."""
     accepted: list[Message]
-    """For `match_prefix`."""
+    """See `match_prefix`."""
     tools: tuple[Tool, ...]
     attached: int
-    """Leading tokens of the parent's row that its prompt kept."""
+    """How many tokens of the parent's row the prompt begins with."""
     row: TokenRow
-    """Tokens after those."""
+    """The tokens after those."""
     sampled: int
-    """How many of them, at the end, were sampled."""
+    """How many of them were sampled; they are the last ones."""
     finish_reason: FinishReason
     temperature: float
     generation: int
-    """Its number: no other turn of the session was sampled under it."""
+    """Number under which it was sampled; no other turn of the session has it."""
     routes: Routes | None
-    """Of prompt and output, as the engine returned them."""
+    """Routes of the whole prompt and output, as the engine returned them."""
     children: list[int] = field(default_factory=list)
 
     @property
     def row_end(self) -> int:
-        """Length of the whole row, root to here."""
+        """Length of the whole row, from the root to the end of this turn."""
         return self.attached + len(self.row)
 
 
 @dataclass(slots=True)
 class _Path:
-    """Root to the node committed last, flat: what an agent that goes on where it was is matched and continued with, at
-    a cost that does not grow with the number of turns."""
+    """The path from a root to the node that was committed last, with its messages and tokens in one piece. An agent
+    that simply goes on is matched against this, at a cost that does not grow with the number of turns."""
 
     nodes: list[int] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
-    """Messages up to and with each node."""
+    """How many messages the conversation has at the end of each node."""
     messages: list[Message] = field(default_factory=list)
     accepted: list[Message] = field(default_factory=list)
     row: array[int] = field(default_factory=lambda: array("i"))
     sides: list[tuple[int, int]] = field(default_factory=list)
-    """(node, messages before it) of every node off the path whose parent is on it, roots included."""
+    """Every node that branches off the path, other roots included, and the number of messages before it."""
 
     def extend(self, node: Node) -> None:
         self.nodes.append(node.number)
@@ -94,7 +94,7 @@ class TreeSession(Session):
         self._roots: list[int] = []
         self._active = _Path()
         self._flying: set[int] = set()
-        """Generations under way."""
+        """Generations that are being sampled."""
 
     # --- views --------------------------------------------------------------------------------------------------------
 
@@ -108,7 +108,7 @@ class TreeSession(Session):
         return [node for node in self.nodes if not node.children]
 
     def path(self, number: int) -> list[Node]:
-        """Root to the node."""
+        """All nodes from the root to node `number`."""
         found: list[Node] = []
         while number >= 0:
             found.append(self.nodes[number])
@@ -116,7 +116,7 @@ class TreeSession(Session):
         return found[::-1]
 
     def sampled_of(self, number: int) -> tuple[array[int], array[float]]:
-        """Ids and log-probs that the node's turn sampled."""
+        """Ids and log-probs of the tokens that were sampled in node `number`."""
         node = self.nodes[number]
         end = len(node.row)
         return node.row.slice(end - node.sampled, end), node.row.logprobs(end - node.sampled, end)
@@ -161,7 +161,7 @@ class TreeSession(Session):
         )
 
     def attach(self, messages: Sequence[Message]) -> tuple[int, int]:
-        """The node a history extends, and how many messages its path covers; (-1, 0) where there is none."""
+        """The node that a history continues, and the number of messages up to it; (-1, 0) if it continues none."""
         active = self._active
         matched = match_prefix(active.messages, messages, self._matcher, accepted=active.accepted)
         whole = bisect_right(active.ends, matched)
@@ -188,7 +188,7 @@ class TreeSession(Session):
             self._flying.discard(prepared.generation)
 
     def row_to(self, number: int) -> array[int]:
-        """Ids of the whole row, root to the node."""
+        """Ids of the whole row, from the root to the end of node `number`."""
         if number == self._active.nodes[-1]:
             return self._active.row[:]
         row = array("i")
@@ -243,7 +243,7 @@ class TreeSession(Session):
     def _extended(
         self, base: int, messages: Sequence[Message], depth: int, tools: tuple[Tool, ...]
     ) -> tuple[array[int], int]:
-        """The prompt after node `base`, and how much of it is the node's row."""
+        """The prompt after node `base`, and how many of its tokens are the node's row."""
         node = self.nodes[base]
         if node.finish_reason is not FinishReason.STOP:
             raise TurnCut(
@@ -261,8 +261,8 @@ class TreeSession(Session):
         return prompt, shared
 
     def _ordinal(self, base: int) -> int:
-        """Number of a generation below `base`: the same for a turn whose engine call failed, another for a sibling,
-        also one under way: turns of one number would be sampled with one seed."""
+        """The number of a new generation after `base`. It decides the seed: a turn is repeated exactly if the engine
+        failed, and its siblings, also those being sampled, must have other numbers."""
         siblings = self._roots if base < 0 else self.nodes[base].children
         taken = self._flying | self.reserved | {self.nodes[number].generation for number in siblings}
         return next(number for number in count((base + 1) * MAX_NODES) if number not in taken)
@@ -275,9 +275,9 @@ class TreeSession(Session):
 
 
 def leaf_spans(path: Sequence[Node]) -> Iterator[tuple[int, int, int]]:
-    """(node, start, end) of every turn's sampled tokens as far as they stand in the row of the path's last node.
+    """(node, start, end) of the sampled tokens of every turn, as positions in the row of the path's last node.
 
-    A stop token that the next opener replaces is not part of it.
+    A stop token that the next turn's opener replaced is left out.
     """
     for node, after in zip(path, (*path[1:], None), strict=True):
         end = node.row_end if after is None else min(node.row_end, after.attached)
