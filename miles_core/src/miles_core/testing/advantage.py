@@ -1,4 +1,5 @@
-"""Conformance kit for advantages: finite, masked, indifferent to order and labels, and pointing the right way.
+"""Conformance kit for advantages: finite, 0 where nothing is trained, larger for better trajectories, and independent
+of the order of trajectories and of the numbers of groups.
 
 class TestMine(AdvantageConformance):
     provides = frozenset({"needs-group"})       # as declared in the capability

@@ -1,4 +1,5 @@
-"""Conformance kit for architectures: the table computes what transformers does, and loses no bit under any layout.
+"""Conformance kit for architectures: log-probs are those of transformers, and every tensor comes back bit for bit, on
+one rank and in every layout of two.
 
 class TestMine(ArchitectureConformance):
     load = "acme.architecture:ACME"
@@ -45,7 +46,7 @@ SPARSE: Layouts = {
 
 
 class ArchitectureConformance:
-    """Subclass it, name the table, and say how to write a model; needs miles-megatron."""
+    """Subclass it, name the table in `load`, and write a model in `make_model`. Needs miles-megatron."""
 
     load: ClassVar[str]
     """``module:attribute`` of the table."""

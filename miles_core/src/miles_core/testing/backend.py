@@ -1,10 +1,10 @@
-"""Conformance kit for backends: the gradient is that of one big batch, and nothing is lost to disk or engine.
+"""Conformance kit for backends: log-probs and gradient are those of one big batch; checkpoints and exports are exact.
 
     class TestMine(BackendConformance):
         def make(self, context: BackendContext, *, micro_batch_tokens: int) -> Backend:
             return MyBackend(MyOptions(micro_batch_tokens=micro_batch_tokens), context)
 
-The kit sees a backend from outside. It reads the gradient off one AdamW step with a large epsilon, whose change of a
+The kit sees a backend from outside. It takes the gradient from one AdamW step with a large epsilon, whose change of a
 weight is ``-lr g / (|g| + eps)``, and compares it with float64 autograd over one sequence at a time.
 """
 

@@ -1,4 +1,5 @@
-"""Conformance kit for corrections: a weight that is 1 where nothing is wrong, bounded where much is, and no more.
+"""Conformance kit for corrections: the weight is 1 where the two policies agree and where nothing is trained, finite
+and not negative everywhere, and without gradient.
 
 class TestMine(CorrectionConformance):
     options = {"high": 2.0}

@@ -1,10 +1,10 @@
-"""Conformance kit for data buffers: every group that goes in comes out once or is rejected once, whatever happens.
+"""Conformance kit for data buffers: every group that is put in comes out exactly once, or is rejected exactly once.
 
     class TestMine(DataBufferConformance):
         capacity = 4
         def make(self, context): return MyBuffer(MyOptions(), context)
 
-Groups are told apart by their number. The kit judges by a reward of 0 and ages by the version of the first span.
+In the kit, a group whose reward is 0 cannot be trained, and a group is as old as the version of its first span.
 """
 
 from __future__ import annotations

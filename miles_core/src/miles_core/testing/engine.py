@@ -1,13 +1,13 @@
-"""Conformance kit for engines: tokens, log-probs and versions are what an independent full forward says they must be.
+"""Conformance kit for engines: tokens, log-probs and versions are those of an independent forward pass of transformers.
 
     class TestMine(EngineConformance):
         provides = frozenset({"version-spans", "verifies-weights", "streams"})
         def make(self, context: EngineContext) -> Engine: return MyEngine(MyOptions(), context)
 
 The kit makes two tiny random models of one architecture, serves the first, publishes the second, and compares with
-transformers in float32. Which weights made a token is told by its greedy choice, so that a fault in log-probs and a
-fault in weights fail different tests. Tags of `provides` switch on what only some engines do. Engines live in this
-process.
+transformers in float32. It tells from greedy choices which weights sampled a token, so that wrong log-probs and wrong
+weights fail different tests. What only some engines can do is tested if `provides` has its tag. The engine is created
+in the process of the tests.
 """
 
 from __future__ import annotations

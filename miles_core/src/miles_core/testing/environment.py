@@ -1,11 +1,12 @@
-"""Conformance kit for environments: one episode, honestly reported, that ends when it is told to and shares nothing.
+"""Conformance kit for environments: an episode asks the model, reports what happened, ends when it is cancelled, and
+shares nothing with episodes beside it.
 
     class TestMine(EnvironmentConformance):
         provides = frozenset({"multi-turn"})
         def make(self): return MyEnvironment(MyOptions())
         def answer(self, asked): return Answer(content="4")
 
-Sessions are scripted: `answer` is the model.
+There is no model: `answer` says what it would answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Conformance kit for executors: ranks and engines behave alike wherever they are placed.
+"""Conformance kit for executors: ranks and engines behave as they would in one process, and none outlives `close`.
 
     class TestMine(ExecutorConformance):
         def make(self) -> Executor: return MyExecutor(MyOptions())
 
-Set `ranks` to what the executor is to be tried with. Workers import `miles_core.testing.recording`.
+Set `ranks` to the number of trainer ranks to try. Workers must be able to import `miles_core.testing.recording`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conformance kit for filters: a verdict on every group, from the group alone.
+"""Conformance kit for filters: every group is kept or dropped with a reason, which depends on the group alone.
 
 class TestMine(FilterConformance):
     def make(self): return my_filter

@@ -1,13 +1,12 @@
-"""Conformance kit for losses: a per-token loss whose weighted sum is the same however an update is split.
+"""Conformance kit for losses: loss and gradient do not depend on how an update is split into micro-batches.
 
     class TestMine(LossConformance):
         options = {"high": 0.28}
         def make(self) -> Loss: return my_loss
 
-A tiny model (`log policy = log sigmoid(features @ theta)`) stands for the policy, in float64, so that gradients of a
-whole update and of its parts can be compared to 1e-6. Denominators come from `reductions.token_weights` over the
-whole update; a loss that takes a mean, a count or a statistic of its micro-batch gives another gradient and fails
-here.
+The policy is a tiny model in float64 (`log policy = log sigmoid(features @ theta)`), so that the gradient of a whole
+update and the sum over its parts can be compared to 1e-6. A loss that takes a mean, a count or a statistic of its
+micro-batch has another gradient when the update is split, and fails.
 """
 
 from __future__ import annotations

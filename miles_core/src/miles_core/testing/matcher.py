@@ -1,10 +1,10 @@
-"""Conformance kit for matchers: an exact verdict, from the two messages alone.
+"""Conformance kit for matchers: the answer is a bool, depends on the two messages alone, and tells messages apart.
 
     class TestMine(MatcherConformance):
         def make(self): return my_matcher
 
-A matcher may forgive spellings. It may not forgive another role, another text or another call; one that does says so in
-`forgives`, and everybody who picks it can read it there.
+A matcher may accept another spelling of the same message. If it also accepts another role, text or tool call, it must
+say so in `forgives`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Conformance kit for precisions: what is sent is decided by name, deterministic, and within the format's error.
+"""Conformance kit for precisions: the name decides what is quantised, equal inputs give equal bits, and the error is
+that of the format.
 
 class TestMine(PrecisionConformance):
     relative_error = 0.07

@@ -1,6 +1,6 @@
-"""`miles` in processes forked from one that has imported torch and transformers already: six seconds less for each.
+"""Runs `miles` in processes that are forked from one with torch and transformers imported: six seconds less for each.
 
-For tests of whole runs. A test of how a run starts from nothing starts Python itself.
+For tests of whole runs. A test of how `miles` starts should start Python itself.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Conformance kit for recipes: a job that ends with an exit code, stays in its folder, and can be stopped.
+"""Conformance kit for recipes: a job returns an exit code, writes only into its run directory, and can be cancelled.
 
     class TestMine(RecipeConformance):
         def make(self, tmp_path): return MyRecipe(MyOptions(steps=1))
 
-The job that `make` returns should be the smallest there is.
+`make` should return the smallest job there is.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Doubles of the two ends of a publish: a backend that exports given tensors, an engine that records what it receives.
+"""Test doubles for both ends of a weight update: a backend that exports known tensors, an engine that records them.
 
-Both are complete implementations of their protocols over a dictionary of small tensors, so that transports and
-executors are tested without a model; both can be told to fail at a given point.
+Both implement their whole protocol over a dictionary of small tensors, so that transports and executors can be tested
+without a model. Both can be told to fail at a certain point.
 """
 
 from __future__ import annotations

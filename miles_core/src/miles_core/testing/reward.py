@@ -1,10 +1,10 @@
-"""Conformance kit for rewards: a finite score for whatever a model may say, the same every time, within its deadline.
+"""Conformance kit for rewards: whatever a model says gets a finite score, in time, and the same one every time.
 
     class TestMine(RewardConformance):
         load = "my_pkg.reward:score"
         def examples(self): return [(scored_answer("4", label="4"), 1.0), (scored_answer("5", label="4"), 0.0)]
 
-The reward is called as a run calls it: in a worker process, by its `load` string.
+The reward is called as in a run: in a worker process that imports `load`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     sessions = ScriptedSessions(lambda turn: "4" if "2 + 2" in turn.messages[-1].content else "?")
 
-Every byte of a text is one token, so rows are readable. A turn takes a number of event-loop ticks, never wall-clock
-time, so the order in which sessions finish is that of the script.
+Every byte of a text is one token, so that rows are readable. A turn takes a number of turns of the event loop, whatever
+the clock says, so that sessions finish in the order that the script decides.
 """
 
 from __future__ import annotations

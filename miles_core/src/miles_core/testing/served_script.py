@@ -3,8 +3,7 @@
     "Let me look.\\n<tool_call>\\n{\\"name\\": \\"ls\\", \\"arguments\\": {}}\\n</tool_call>"
     "There are two files."
 
-One JSON string per line. An agent is thereby driven through a known conversation by a policy that always says the same,
-and every id it should have produced is known beforehand.
+One JSON string per line. So an agent program goes through a conversation that is known beforehand, token by token.
 """
 
 from __future__ import annotations

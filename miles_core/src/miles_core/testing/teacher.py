@@ -1,9 +1,10 @@
-"""Conformance kit for teachers: one log-prob for each token of the row, causal, and of the teacher alone.
+"""Conformance kit for teachers: every token of a row gets a log-prob that depends on the tokens before it and on the
+teacher alone.
 
     class TestMine(TeacherConformance):
         def make(self, tmp_path): return MyTeacher(MyOptions(model=tiny(tmp_path)))
 
-Set `token_ids` when ids 3..12 mean nothing to the teacher's vocabulary.
+Set `token_ids` if the teacher's vocabulary does not have the ids 3 to 12.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Conformance kit for TITO families: rows grow by appending, and what was sampled is never written again.
+"""Conformance kit for TITO families: rows grow by appending, and tokens that were sampled are never encoded again.
 
     class TestMine(TitoFamilyConformance):
         def make(self, tokenizer): return MyFamily(MyOptions(), tokenizer)

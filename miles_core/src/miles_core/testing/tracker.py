@@ -1,10 +1,10 @@
-"""Conformance kit for trackers: what is recorded arrives under its step and name, and a resume loses nothing.
+"""Conformance kit for trackers: every metric arrives under its step and name, and a resumed run keeps earlier steps.
 
     class TestMine(TrackerConformance):
         def make(self, tmp_path): return MyTracker(MyOptions(), tmp_path, "run", {"seed": 0})
         def recorded(self, tmp_path): return {step: {name: value}}
 
-Leave `recorded` out when what was sent cannot be read back; the tests that need it are then skipped.
+If what was recorded cannot be read back, leave `recorded` out; tests that need it are skipped.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     class TestRing(TransportConformance):
         def make(self) -> Transport: return RingTransport(RingOptions())
 
-The kit joins the transport's real ends: a trainer thread that exports known tensors, and engines that record them.
-A transport that works between processes works between threads too, so it is tried here in one process.
+The kit connects the transport's real ends to a trainer that exports known tensors and to engines that record them. They
+are threads of one process, which is enough: a transport that works between processes works between threads too.
 """
 
 from __future__ import annotations
