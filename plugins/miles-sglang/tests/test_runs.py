@@ -26,6 +26,21 @@ def score(scored):
     return sum(c.islower() for c in text) / max(len(text), 1)
 """
 
+HELD_AT_STEP_2 = """
+import time
+from pathlib import Path
+
+calls = 0
+
+def score(scored):
+    global calls
+    calls += 1
+    while calls > 6 and not (Path(__file__).parent / "go").exists():
+        time.sleep(0.05)
+    text = scored.response
+    return sum(c.islower() for c in text) / max(len(text), 1)
+"""
+
 DEADLINE_S = 900
 """A run that takes longer hangs. It starts a server, or two in turn, and a busy machine needs minutes for one."""
 
@@ -33,8 +48,10 @@ DEADLINE_S = 900
 class Job:
     """A run in a process of its own, over servers it starts."""
 
-    def __init__(self, folder: Path, model: Path, engine: dict[str, Any], **sections: Any) -> None:
-        (folder / "reward.py").write_text(REWARD)
+    def __init__(
+        self, folder: Path, model: Path, engine: dict[str, Any], reward: str = REWARD, **sections: Any
+    ) -> None:
+        (folder / "reward.py").write_text(reward)
         rows = [{"prompt": f"say {word}"} for word in ("one", "two", "three", "four", "five")]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         run: dict[str, Any] = {
@@ -113,8 +130,8 @@ def test_a_run_goes_on_when_its_server_is_killed_and_its_routes_stay_exact(
     model = make_tiny_model(
         tmp_path / "model", architecture="qwen3-moe", tie=False, overrides={"num_experts": 8, "norm_topk_prob": True}
     )
-    sections: dict[str, Any] = {"schedule": {"steps": 5}, "rollout": {"routes": "replay"}}
-    with Job(tmp_path, model, {**cpu_options}, **sections) as job:
+    sections: dict[str, Any] = {"schedule": {"steps": 5}, "rollout": {"routes": "replay", "reward_timeout_s": 900.0}}
+    with Job(tmp_path, model, {**cpu_options}, HELD_AT_STEP_2, **sections) as job:
         deadline = time.monotonic() + DEADLINE_S
         while not job.lines() and time.monotonic() < deadline and job.process.poll() is None:
             time.sleep(0.05)
@@ -123,6 +140,7 @@ def test_a_run_goes_on_when_its_server_is_killed_and_its_routes_stay_exact(
         (server,) = job.servers()
         for process in [server, *server.children(recursive=True)]:
             process.send_signal(signal.SIGKILL)
+        (tmp_path / "go").touch()
         job.wait()
     check(job, 5)
     assert all(line["contract/routes/different_fraction"] == 0 for line in job.lines())

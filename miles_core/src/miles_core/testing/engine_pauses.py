@@ -27,6 +27,9 @@ from miles_core.types import FinishReason
 
 T = TypeVar("T")
 
+TRIES = 5
+"""Of a test that must interrupt a request."""
+
 
 class ServingKit:
     """How the tests of the engine kit make an engine, connect it, and bound their time."""
@@ -72,6 +75,11 @@ class ServingKit:
 
         return asyncio.run(limited())
 
+    def until_in_time(self, test: Callable[[], Awaitable[bool]], otherwise: str) -> None:
+        """Run a test that says whether it interrupted a request in time, until it did: an engine in another process may
+        be done before a machine that stands still for a moment comes to interrupt it."""
+        assert any(self.run(test) for _ in range(TRIES)), otherwise
+
     def require(self, tag: str) -> None:
         if tag not in self.provides:
             pytest.skip(f"the engine does not declare {tag}")
@@ -103,7 +111,7 @@ class EnginePauses(ServingKit):
         self.run(test)
 
     def test_requests_in_flight_go_on_under_the_new_weights(self, models: Models) -> None:
-        async def test() -> None:
+        async def test() -> bool:
             async with self.serving(models.served) as (engine, feed):
                 requests = [
                     ask(p, name=str(i), max_tokens=self.flight_tokens, temperature=0.0) for i, p in enumerate(PROMPTS)
@@ -121,15 +129,15 @@ class EnginePauses(ServingKit):
                 assert answer.token_ids[old:] == greedy(models.published, row, self.flight_tokens - old), (
                     "tokens after the update are not those of the new weights over the whole row"
                 )
-            assert 0 < found[0].versions.count(-1) < self.flight_tokens, "no request was in flight during the update"
+            return 0 < found[0].versions.count(-1) < self.flight_tokens
 
-        self.run(test)
+        self.until_in_time(test, "no request was in flight during the update")
 
     def test_frozen_requests_go_on_over_their_old_kv_and_nobody_else_does(self, models: Models) -> None:
         self.require("pauses-in-place")
         prompt = PROMPTS[2]
 
-        async def test() -> None:
+        async def test() -> bool:
             async with self.serving(models.served) as (engine, feed):
                 frozen = engine.generate(ask(prompt, name="frozen", max_tokens=self.flight_tokens, temperature=0.0))
                 first = await anext(frozen)
@@ -140,23 +148,25 @@ class EnginePauses(ServingKit):
                 answer = await collect(frozen, [first])
                 (other,) = await beside
                 (after,) = await answers(engine, [ask(prompt, name="after", max_tokens=6, temperature=0.0)])
+            for late in (other, after):
+                assert late.token_ids == greedy(models.published, prompt, 6), "a request reused KV of the old weights"
             old = answer.versions.count(-1)
             assert answer.versions == [-1] * old + [0] * (self.flight_tokens - old), f"versions {answer.versions}"
-            assert 0 < old < self.flight_tokens, "the request was not in flight during the update"
+            assert answer.token_ids[:old] == greedy(models.served, prompt, old), "tokens were sampled again"
+            if not 0 < old < self.flight_tokens:
+                return False
             row = [*prompt, *answer.token_ids[:old]]
             expected = greedy_over_old_kv(models.served, models.published, row, self.flight_tokens - old)
             fresh = greedy(models.published, row, self.flight_tokens - old)
             assert expected != fresh, "the two models are too alike for this test"
-            assert answer.token_ids[:old] == greedy(models.served, prompt, old), "tokens were sampled again"
             assert answer.token_ids[old:] != fresh, "the KV of a frozen request was recomputed"
             assert answer.token_ids[old:] == expected, "a frozen request does not go on over its KV"
-            for late in (other, after):
-                assert late.token_ids == greedy(models.published, prompt, 6), "a request reused KV of the old weights"
+            return True
 
-        self.run(test)
+        self.until_in_time(test, "the request was not in flight during the update")
 
     def test_an_abort_ends_requests_in_flight_and_keeps_their_tokens(self, models: Models) -> None:
-        async def test() -> None:
+        async def test() -> bool:
             async with self.serving(models.served) as (engine, _):
                 requests = [ask(p, name=str(i), max_tokens=60, temperature=0.0) for i, p in enumerate(PROMPTS)]
                 stream = engine.generate(requests[0])
@@ -172,9 +182,11 @@ class EnginePauses(ServingKit):
                 assert after.finish_reason is FinishReason.LENGTH, "the abort outlived the pause"
             assert found[0].token_ids, "the abort took the tokens along"
             for request, answer in zip(requests, found, strict=True):
+                assert answer.token_ids == greedy(models.served, request.token_ids, len(answer.token_ids))
+            if any(len(answer.token_ids) == 60 for answer in found):
+                return False
+            for answer in found:
                 assert answer.finish_reason is FinishReason.ABORT, "an aborted request ended otherwise"
-                count = len(answer.token_ids)
-                assert count < 60, "the abort came too late"
-                assert answer.token_ids == greedy(models.served, request.token_ids, count)
+            return True
 
-        self.run(test)
+        self.until_in_time(test, "the abort came too late")
