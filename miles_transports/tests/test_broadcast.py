@@ -242,10 +242,3 @@ def test_the_wire_follows_the_devices(wanted: str, devices: dict[str, str | None
 def test_nccl_on_one_shared_gpu_is_refused_before_it_hangs() -> None:
     with pytest.raises(TransportError, match=r"transport\.wire: gloo"):
         choose_wire("nccl", {"trainer": "a", "engine 0": "a"})
-
-
-def test_a_bucket_that_some_ranks_lack_is_refused_by_who_sends_whole_versions() -> None:
-    tensors = (NamedTensor(name="a", tensor=torch.zeros(1)),)
-    bucket = WeightBucket(version=0, index=0, last=True, tensors=tensors, holders=(0, 2))
-    with pytest.raises(TransportError, match=r"on ranks 0, 2 only(.|\n)*disk-delta"):
-        layout_of(bucket)

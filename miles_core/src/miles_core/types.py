@@ -376,13 +376,10 @@ class WeightBucket:
     index: int
     last: bool
     tensors: tuple[NamedTensor, ...]
-    holders: tuple[int, ...] | None = None
-    """Trainer ranks that export this very bucket, where not all do: those of one pipeline stage."""
 
     def owner(self, world_size: int) -> int:
-        """The one rank that answers for the bucket where each moves its own share: its holders in turn."""
-        holders = self.holders or range(world_size)
-        return holders[self.index % len(holders)]
+        """The one rank that answers for the bucket where each moves its own share: all in turn."""
+        return self.index % world_size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 import torch
 
-from miles_core.errors import TransportError
 from miles_core.types import NamedTensor, WeightBucket
 
 ALIGNMENT_BYTES = 16
@@ -56,18 +55,7 @@ class Layout:
 
 
 def layout_of(bucket: WeightBucket) -> Layout:
-    """Place the bucket's tensors one after the other, each at a multiple of `ALIGNMENT_BYTES`.
-
-    Raises:
-        TransportError: some ranks do not have it; who sends whole versions needs every bucket.
-    """
-    if bucket.holders is not None:
-        raise TransportError(
-            "this transport sends whole versions from one rank to an engine",
-            expected="a backend whose every rank exports every tensor",
-            found=f"bucket {bucket.index} on ranks {', '.join(map(str, bucket.holders))} only",
-            do="set transport: disk-delta, to which each rank gives what it has",
-        )
+    """Place the bucket's tensors one after the other, each at a multiple of `ALIGNMENT_BYTES`."""
     slots: list[Slot] = []
     end = 0
     for named in bucket.tensors:

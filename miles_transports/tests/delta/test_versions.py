@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,6 @@ from miles_transports.delta.checkout import published
 from miles_transports.delta.codec import Encoding
 from miles_transports.delta.files import Files
 from miles_transports.delta.index import BASE, CHECKPOINT
-from miles_transports.delta.transport import merge_plans
 
 from .conftest import LINEAGE, Weights, World, holds, shows, weights
 
@@ -212,34 +210,3 @@ def test_a_version_with_a_snapshot_has_one_when_it_is_published_again(make: Call
     for version in (0, 1, 2, 2):
         world.publish(version)
     assert [each.version for each in published(world.store, LINEAGE) if each.full] == [2]
-
-
-def test_each_rank_writes_what_its_stage_holds_and_nobody_else_needs_to_see_it(make: Callable[..., World]) -> None:
-    """Two stages of two ranks; the first holds one bucket only."""
-    world = make()
-    assert world.publication is not None
-    world.close()
-    world.sources = [world.source(rank, 4) for rank in range(4)]
-    for version in range(3):
-        base, _ = world.publication.begin(version)
-        tensors = [NamedTensor(name=name, tensor=tensor) for name, tensor in weights(version).items()]
-        for rank, source in enumerate(world.sources):
-            source.begin(version, base)
-            mine, holders = (tensors[:1], (0, 1)) if rank < 2 else (tensors[1:], (2, 3))
-            for bucket in bucket_tensors(mine, version=version, bucket_bytes=200):
-                source.add(replace(bucket, holders=holders))
-        owned = [set(source._owned) for source in world.sources]
-        assert owned[0] == {"embed.weight"}
-        assert owned[1] == set()
-        assert not owned[2] & owned[3]
-        assert owned[2] | owned[3] == set(weights(version)) - owned[0]
-        for source in world.sources:
-            source.finish(full=False)
-        key = world.publication.seal(version, weights(version))
-        assert holds(world.checkout().materialise(key), version)
-
-
-def test_plans_of_ranks_that_hold_different_tensors_are_joined() -> None:
-    same = [["a", "b"], ["c"]]
-    assert merge_plans([same, same]) == same
-    assert merge_plans([[["a"]], [["b", "c"], ["d"]], [["d"], ["a", "e"]], [[]]]) == [["a"], ["b", "c"], ["d"], ["e"]]

@@ -128,8 +128,7 @@ class Backend(Protocol):
     def export(self, version: int) -> Iterator[WeightBucket]:
         """The current weights, bucket by bucket, under Hugging Face names and in the dtype that engines serve.
 
-        All ranks call it together and every rank yields every bucket; or, where the transport lets each rank move what
-        it owns (`disk-delta`), only what its pipeline stage holds, with `WeightBucket.holders`.
+        All ranks call it together, and every rank yields every bucket.
         """
         ...
 

@@ -63,16 +63,14 @@ def write_example_checkpoint(folder: Path, version: int = -1) -> Path:
     return folder
 
 
-def buckets_of(
-    weights: Mapping[str, torch.Tensor], version: int, tensors_per_bucket: int, holders: tuple[int, ...] | None = None
-) -> Iterator[WeightBucket]:
+def buckets_of(weights: Mapping[str, torch.Tensor], version: int, tensors_per_bucket: int) -> Iterator[WeightBucket]:
     """The weights as a backend exports them, in the mapping's order."""
     named = [NamedTensor(name=name, tensor=tensor) for name, tensor in weights.items()]
     starts = range(0, len(named), tensors_per_bucket)
     for index, start in enumerate(starts):
         tensors = tuple(named[start : start + tensors_per_bucket])
         last = index == len(starts) - 1
-        yield WeightBucket(version=version, index=index, last=last, tensors=tensors, holders=holders)
+        yield WeightBucket(version=version, index=index, last=last, tensors=tensors)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +78,6 @@ class RecordingOptions:
     """What the doubles do wrong, and when."""
 
     tensors_per_bucket: int = 2
-    stages: int = 1
-    """Pipeline stages: ranks of one export every so many-th tensor, and nothing of the others'."""
     fail_export_at: int | None = None
     """Bucket index before which the backend's export raises."""
     fail_version: int | None = None
@@ -135,13 +131,7 @@ class RecordingBackend:
     def export(self, version: int) -> Iterator[WeightBucket]:
         options = self._options
         self.exported = example_weights(version)
-        mine, holders = self.exported, None
-        if options.stages > 1:
-            width = self._context.world_size // options.stages
-            stage = self._context.rank // width
-            mine = {name: mine[name] for name in list(mine)[stage :: options.stages]}
-            holders = tuple(range(stage * width, (stage + 1) * width))
-        for bucket in buckets_of(mine, version, options.tensors_per_bucket, holders):
+        for bucket in buckets_of(self.exported, version, options.tensors_per_bucket):
             time.sleep(options.export_delay_s)
             if bucket.index == options.fail_export_at and options.fail_version in (None, version):
                 raise ValueError(f"planned failure before bucket {bucket.index}")

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -42,7 +42,7 @@ class DeltaSender:
         self, address: Address, options: DiskDeltaOptions, lineage: str, base: Path, rank: int, world_size: int
     ) -> None:
         self._meeting = Meeting.join(address, f"trainer rank {rank}")
-        self._rank, self._world_size = rank, world_size
+        self._rank = rank
         self._source = DeltaSource(
             base,
             open_store(options.publish_dir),
@@ -67,9 +67,8 @@ class DeltaSender:
 
     def finish(self, version: int) -> Mapping[str, float]:
         figures = self._source.finish(full=cast(bool, self._meeting.told("full")))
-        self._meeting.tell(f"{self._attempt}/plan/{self._rank}", self._plan)
         if self._rank == 0:
-            self._meeting.tell(f"{self._attempt}/ranks", self._world_size)
+            self._meeting.tell(f"{self._attempt}/plan", self._plan)
         return figures
 
     def abort(self, reason: str) -> None:
@@ -119,21 +118,6 @@ class DeltaReceiver:
         self._meeting.leave()
 
 
-def merge_plans(plans: Sequence[Sequence[Sequence[str]]]) -> list[list[str]]:
-    """Every tensor once, in the buckets of the first rank that exported it.
-
-    Args:
-        plans: Names in each bucket of each rank.
-    """
-    seen: set[str] = set()
-    merged = []
-    for names in (bucket for plan in plans for bucket in plan):
-        if new := [name for name in names if name not in seen]:
-            merged.append(new)
-            seen.update(new)
-    return merged
-
-
 class DiskDeltaTransport(JoinedTransport):
     """See the module; `kinds.transport.Transport`."""
 
@@ -174,11 +158,7 @@ class DiskDeltaTransport(JoinedTransport):
     def sent(self, meeting: Meeting, attempt: int, manifest: WeightManifest) -> WeightManifest:
         check = functools.partial(meeting.raise_if_over, attempt)
         newest = self._opened().seal(manifest.version, manifest.digests, check)
-        ranks = range(cast(int, meeting.told(f"{attempt}/ranks")))
-        plans = [cast("list[list[str]]", meeting.told(f"{attempt}/plan/{rank}")) for rank in ranks]
-        meeting.tell(f"{attempt}/plan", merge_plans(plans))
-        read = [f"{attempt}/plan/{rank}" for rank in ranks]
-        meeting.forget([*read, f"{attempt}/ranks", f"{attempt - 1}/plan", f"{attempt - 1}/published"])
+        meeting.forget([f"{attempt - 1}/plan", f"{attempt - 1}/published"])
         meeting.tell(f"{attempt}/published", newest)
         changed = manifest.figures.get("changed_bytes", 0.0)
         figures = {name: value for name, value in manifest.figures.items() if name != "changed_bytes"}
