@@ -122,19 +122,25 @@ def encode_overwrite(old: Bytes, new: Bytes, element_bytes: int) -> Delta | None
         TransportError: too many elements, or lengths differ.
     """
     _same_size(old, new)
-    difference = np.bitwise_xor(old, new)
-    changed = int(np.count_nonzero(difference))
-    if changed == 0:
-        return None
-    width = _WIDTHS[element_bytes]
     if new.size // element_bytes >= _MAX_ELEMENTS:
         raise TransportError(
             "a tensor is too large for the encoding",
             expected="fewer than 2^32 elements",
             do="set transport.encoding: xor",
         )
-    positions = np.flatnonzero(difference.view(width)).astype("<u4")
-    values = new.view(width)[positions]
+    width = _WIDTHS[element_bytes]
+    before, after, step = old.view(width), new.view(width), PIECE_BYTES // element_bytes
+    differs = _tools.scratch[:step].view(np.bool_)
+    found = []
+    for start in range(0, after.size, step):
+        piece = after[start : start + step]
+        unequal = np.not_equal(before[start : start + step], piece, out=differs[: piece.size])
+        found.append(np.flatnonzero(unequal) + start)
+    positions = np.concatenate(found).astype("<u4") if found else np.empty(0, dtype="<u4")
+    if positions.size == 0:
+        return None
+    values = after[positions]
+    changed = int(np.count_nonzero(np.bitwise_xor(values, before[positions]).view(np.uint8)))
     raw = np.uint32(positions.size).astype("<u4").tobytes() + positions.tobytes() + values.tobytes()
     return Delta(compress(np.frombuffer(raw, dtype=np.uint8)), changed)
 
