@@ -16,6 +16,12 @@ def test_folders_of_disk_delta_are_named_and_the_local_one_is_no_url(wrong: dict
         DiskDeltaOptions.model_validate(right | wrong)
 
 
+def test_several_ranks_need_a_layout_that_divides() -> None:
+    assert P2pOptions(engine_ranks=2, layout="fused").engine_ranks == 2
+    with pytest.raises(ValidationError, match="layout: fused"):
+        P2pOptions(engine_ranks=2)
+
+
 def test_a_device_that_no_protocol_would_read_is_refused() -> None:
     assert P2pOptions(protocol="rdma", device="mlx5_0").device == "mlx5_0"
     with pytest.raises(ValidationError, match="rdma"):

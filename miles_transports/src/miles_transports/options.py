@@ -95,6 +95,14 @@ class P2pOptions(BaseModel):
     """What travels: the checkpoint's tensors, or fused and sharded parameters of one engine rank."""
 
     @model_validator(mode="after")
+    def _ranks_of_fused(self) -> Self:
+        if self.engine_ranks > 1 and self.layout == "hugging-face":
+            raise ValueError(
+                "engine_ranks above 1 needs layout: fused; hugging-face has one rank that takes everything"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _device_of_rdma(self) -> Self:
         if self.device and self.protocol != "rdma":
             raise ValueError("device is read with protocol: rdma only")

@@ -51,6 +51,13 @@ def miles_transports() -> list[Capability]:
                     because="disk-delta compares with the checkpoint's bytes, so the export must have its dtypes",
                     instead="backend.export_dtype: checkpoint, or transport: broadcast",
                 ),
+                Rule(
+                    id="disk-delta-url",
+                    because="disk-delta opens URLs through fsspec, which needs a package for most schemes",
+                    instead="pip install miles-transports[object-store] and the scheme's package (s3fs, gcsfs), or a "
+                    "folder that every host sees",
+                    check="miles_transports.rules:url_opens",
+                ),
             ),
         ),
         Capability(
@@ -77,7 +84,14 @@ def miles_transports() -> list[Capability]:
                     id="p2p-mooncake",
                     because="p2p writes through Mooncake's transfer engine",
                     instead="pip install miles-transports[p2p], or [p2p-cuda] on hosts with CUDA; never both",
-                    check="miles_transports.p2p.present:check",
+                    check="miles_transports.rules:mooncake_is_here",
+                ),
+                Rule(
+                    id="p2p-ranks-divide",
+                    when=("transport.layout=fused",),
+                    because="the fused layout divides parameters evenly among the engine's ranks",
+                    instead="transport.engine_ranks: a divisor of the model's heads and widths",
+                    check="miles_transports.rules:ranks_divide_the_model",
                 ),
             ),
         ),

@@ -204,3 +204,45 @@ def test_a_full_disk_is_named_with_what_it_should_hold(make: Callable[..., World
     assert "2 copies" in str(caught.value)
     assert str(world.local) in str(caught.value)
     assert holds(world.checkout().materialise(key), 0)
+
+
+def test_a_folder_that_cannot_be_made_is_named(make: Callable[..., World], tmp_path: Path) -> None:
+    world = make()
+    key = world.publish(0)
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(TransportError, match=r"transport\.local_dir") as caught:
+        world.checkout(local=tmp_path / "file" / "local").materialise(key)
+    assert "NotADirectoryError" in str(caught.value)
+
+
+@pytest.mark.parametrize(("errno_", "do"), [(errno.ENOSPC, r"snapshot_every"), (errno.EACCES, r"may use it")])
+def test_a_publication_that_is_full_or_forbidden_is_named(make: Callable[..., World], errno_: int, do: str) -> None:
+    class Refusing(Files):
+        def wrote(self, path: Path) -> None:
+            raise OSError(errno_, os.strerror(errno_))
+
+    world = make()
+    assert isinstance(world.store, FolderStore)
+    world.store.files = Refusing()
+    with pytest.raises(TransportError, match=do) as caught:
+        world.publish(0)
+    assert os.strerror(errno_) in caught.value.message
+    assert str(world.store.root) in str(caught.value)
+    world.store.files = Files()
+    assert holds(world.checkout().materialise(world.publish(0)), 0)
+
+
+def test_what_a_client_of_an_object_store_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ObjectStore(f"memory://refusing-{os.getpid()}/versions")
+
+    class NoCredentials(Exception):
+        pass
+
+    def refuse(*_: object, **__: object) -> None:
+        raise NoCredentials("unable to locate credentials")
+
+    monkeypatch.setattr(store._fs, "open", refuse)
+    monkeypatch.setattr(store._fs, "cat_file", refuse)
+    for attempt in (lambda: store.write("x", [b"y"]), lambda: store.read("x")):
+        with pytest.raises(TransportError, match=r"NoCredentials: unable to locate credentials(.|\n)*publish_dir"):
+            attempt()

@@ -59,12 +59,14 @@ async def stage(
         raise
     if failed:
         outcomes = {name: task.exception() for name, task in zip(names, tasks, strict=True) if not task.cancelled()}
+        first = outcomes.get(failed[0])
+        told = first if isinstance(first, MilesError) else MilesError("")
         raise TransportError(
-            f"version {version} was not staged on every engine",
+            f"version {version} was not staged on every engine, and all keep serving the one they had",
             found="; then ".join(f"{name}: {_one_line(outcomes.get(name))}" for name in failed),
-            where=failed[0],
-            do="the engines keep serving the version they had; mend the first failure and publish again",
-        ) from outcomes.get(failed[0])
+            where=", ".join(part for part in (failed[0], told.where) if part),
+            do=told.do or "mend the first failure and publish again",
+        ) from first
     sent, *received = (task.result() for task in tasks)
     return Staged(sent=sent, received=tuple(received))
 

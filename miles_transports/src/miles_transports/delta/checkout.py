@@ -76,13 +76,33 @@ class Checkout:
         """
         if self._is_here(key):
             return self.folder(key)
-        self._files.make_dir(self._root)
-        with self._locked(check):
-            if not self._is_here(key):
-                self._clean()
-                self._build(key, check)
-                self._forget(self.folder(key).name)
+        try:
+            self._files.make_dir(self._root)
+            with self._locked(check):
+                if not self._is_here(key):
+                    self._clean()
+                    self._build(key, check)
+                    self._forget(self.folder(key).name)
+        except OSError as error:
+            raise self._refused(key[0], error) from error
         return self.folder(key)
+
+    def _refused(self, version: int, error: OSError) -> TransportError:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return TransportError(
+                f"no room to build version {version} in {self._root}",
+                expected=f"room for {KEPT} copies of the model",
+                found=f"{shutil.disk_usage(self._root).free} bytes free ({error.strerror})",
+                where=str(self._root),
+                do="point transport.local_dir at a larger disk, or remove folders of finished runs beside this one",
+            )
+        return TransportError(
+            f"version {version} cannot be built in {self._root}: {error.strerror or error}",
+            expected="a folder in which the engines' processes may make and write files",
+            found=f"{type(error).__name__}: {error}",
+            where=str(self._root),
+            do="point transport.local_dir at a disk of each host that they may write to",
+        )
 
     def _is_here(self, key: Key) -> bool:
         return key == CHECKPOINT or self.folder(key).is_dir()
@@ -140,16 +160,6 @@ class Checkout:
                 failures.append(error.message)
                 if start != CHECKPOINT:
                     self._discard(self.folder(start))
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
-                raise TransportError(
-                    f"no room to build version {key[0]}",
-                    expected=f"room for {KEPT} copies of the model",
-                    found=f"{shutil.disk_usage(self._root).free} bytes free ({error.strerror})",
-                    where=str(self._root),
-                    do="point transport.local_dir at a larger disk, or remove folders of finished runs beside this one",
-                ) from error
         raise TransportError(
             f"version {key[0]} cannot be built here",
             expected="a chain of published versions from the checkpoint, a local copy, or a full snapshot",

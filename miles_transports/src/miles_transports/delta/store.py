@@ -7,6 +7,8 @@ wait for what an index names.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -42,6 +44,31 @@ class Store(Protocol):
         ...
 
 
+@contextlib.contextmanager
+def told(doing: str, where: str) -> Iterator[None]:
+    """Say what was tried, where, and what to do, when a file system or an object store refuses.
+
+    Raises:
+        FileNotFoundError: as it is; who reads waits for what is not visible yet.
+        TransportError: anything else.
+    """
+    try:
+        yield
+    except (FileNotFoundError, TransportError):
+        raise
+    except Exception as error:  # whatever the client of an object store raises
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        raise TransportError(
+            f"{doing} failed: {getattr(error, 'strerror', None) or error or type(error).__name__}",
+            expected="room for a snapshot and the versions since" if full else "permission, and storage that answers",
+            found=f"{type(error).__name__}: {error}",
+            where=where,
+            do="make room at transport.publish_dir, or lower transport.keep and transport.snapshot_every"
+            if full
+            else "check transport.publish_dir and that the processes of trainer and engines may use it",
+        ) from error
+
+
 class FolderStore:
     """A local or NFS-like folder."""
 
@@ -52,14 +79,15 @@ class FolderStore:
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
         target = self.root / name
         partial = target.with_name(f".{target.name}.partial")
-        self.files.make_dir(target.parent)
-        num_bytes = self.files.write(partial, chunks)
-        self.files.rename(partial, target)
-        self.files.sync_dir(target.parent)
+        with told("publishing", str(target)):
+            self.files.make_dir(target.parent)
+            num_bytes = self.files.write(partial, chunks)
+            self.files.rename(partial, target)
+            self.files.sync_dir(target.parent)
         return num_bytes
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
-        with (self.root / name).open("rb") as file:
+        with told("reading what is published", str(self.root / name)), (self.root / name).open("rb") as file:
             file.seek(start)
             return file.read() if length is None else file.read(length)
 
@@ -78,14 +106,23 @@ class ObjectStore:
     """Anything fsspec opens: ``s3://bucket/path``, ``gs://…``, ``memory://…``. Its puts are atomic by nature."""
 
     def __init__(self, url: str) -> None:
-        import fsspec
-
         self._fs: Any
-        self._fs, self._root = fsspec.core.url_to_fs(url)
+        try:
+            import fsspec
+
+            self._fs, self._root = fsspec.core.url_to_fs(url)
+        except (ImportError, ValueError) as error:
+            raise TransportError(
+                "a URL of published versions cannot be opened",
+                expected="a scheme that fsspec knows, with its package installed",
+                found=str(error),
+                where=url,
+                do="pip install miles-transports[object-store] and the package of the scheme, or name a folder",
+            ) from error
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:
-        total = 0
-        with self._fs.open(f"{self._root}/{name}", "wb") as file:
+        total, path = 0, f"{self._root}/{name}"
+        with told("publishing", path), self._fs.open(path, "wb") as file:
             for chunk in chunks:
                 file.write(bytes(chunk))
                 total += len(chunk)
@@ -93,7 +130,8 @@ class ObjectStore:
 
     def read(self, name: str, start: int = 0, length: int | None = None) -> bytes:
         end = None if length is None else start + length
-        data: bytes = self._fs.cat_file(f"{self._root}/{name}", start=start, end=end)
+        with told("reading what is published", f"{self._root}/{name}"):
+            data: bytes = self._fs.cat_file(f"{self._root}/{name}", start=start, end=end)
         return data
 
     def size(self, name: str) -> int:

@@ -28,6 +28,10 @@ class Rules:
     rows: frozenset[str] = frozenset()
     """Modules whose columns (input features) are divided; a bias is whole on every rank."""
 
+    def axis_of(self, name: str) -> int | None:
+        """`axis` of a tensor by its Hugging Face name."""
+        return self.axis(*_split(name)[1:])
+
     def axis(self, module: str, kind: str) -> int | None:
         """Along which a tensor is divided, or None where every rank holds it whole."""
         if module in self.columns:

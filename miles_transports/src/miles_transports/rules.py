@@ -1,0 +1,54 @@
+"""What can be known to fail on this machine or with this model, checked before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.util import find_spec
+
+from miles_core.config.files import absolute
+from miles_core.rules import Facts, Finding
+
+
+def mooncake_is_here(facts: Facts) -> Iterable[Finding]:
+    """Without importing it: two distributions bring the same module."""
+    if find_spec("mooncake") is None:
+        yield Finding(path="transport", found="there is no module `mooncake` here")
+
+
+def url_opens(facts: Facts) -> Iterable[Finding]:
+    """fsspec knows the scheme, and what it needs for it is installed."""
+    place = str(facts.values.get("transport.publish_dir", ""))
+    if "://" not in place:
+        return
+    if find_spec("fsspec") is None:
+        yield Finding(path="transport.publish_dir", found=f"{place} is a URL, and there is no module `fsspec` here")
+        return
+    import fsspec
+
+    try:
+        fsspec.get_filesystem_class(place.rpartition("::")[2].partition("://")[0])
+    except (ValueError, ImportError) as error:
+        yield Finding(path="transport.publish_dir", found=f"{place}: {error}")
+
+
+def ranks_divide_the_model(facts: Facts) -> Iterable[Finding]:
+    """Fused parameters are cut evenly. Silent about weights that cannot be read: others report them."""
+    size = facts.values.get("transport.engine_ranks", 1)
+    if not isinstance(size, int) or size == 1:
+        return
+    from miles_core.errors import TransportError
+    from miles_transports.delta.tensorfile import Folder
+    from miles_transports.p2p.replica import FUSED
+
+    try:
+        folder = Folder(absolute(str(facts.values.get("model.path"))))
+    except (TransportError, OSError):
+        return
+    for name in folder.where:
+        shape = folder.entry(name).shape
+        axis = FUSED.axis_of(name)
+        if axis is not None and shape[axis] % size:
+            yield Finding(
+                path="transport.engine_ranks", found=f"{size} ranks for {shape[axis]} along axis {axis} of {name}"
+            )
+            return

@@ -1,0 +1,83 @@
+"""Where `p2p` and `disk-delta` are refused before anything starts."""
+
+from __future__ import annotations
+
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from miles_core.config.load import Source
+from miles_core.config.resolve import check_run
+from miles_core.errors import TransportError
+from miles_core.registry import discover
+from miles_transports.delta.store import open_store
+
+
+def broken_rules(transport: Any = "p2p", model: str = "model", **placement: Any) -> set[str]:
+    tree = {
+        "name": "x",
+        "model": model,
+        "data": "train.jsonl",
+        "rewards": [{"use": "http", "url": "http://127.0.0.1:1/score"}],
+        "transport": transport,
+        "schedule": {"steps": 1},
+        "placement": placement,
+    }
+    _, problems = check_run(Source(path=None, text="", tree=tree), discover(), files=False)
+    return {problem.rule or "" for problem in problems}
+
+
+def test_colocated_sides_are_refused() -> None:
+    assert "p2p-separate" in broken_rules(mode="colocated")
+    assert "p2p-separate" not in broken_rules(mode="separate")
+
+
+def test_a_machine_without_mooncake_is_told_before_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = util.find_spec
+    monkeypatch.setattr("miles_transports.rules.find_spec", lambda name: None if name == "mooncake" else real(name))
+    assert "p2p-mooncake" in broken_rules(mode="separate")
+
+
+@pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (3, False)])
+def test_ranks_that_do_not_divide_the_model_are_refused(tmp_path: Path, ranks: int, fits: bool) -> None:
+    save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(8, 4)}, tmp_path / "model.safetensors")
+    pick = {"use": "p2p", "layout": "fused", "engine_ranks": ranks}
+    broken = broken_rules(pick, str(tmp_path), mode="separate")
+    assert ("p2p-ranks-divide" not in broken) is fits
+
+
+@pytest.mark.parametrize(
+    ("place", "opens"),
+    [
+        ("/shared/weights", True),
+        ("memory://weights", True),
+        ("simplecache::memory://weights", True),
+        ("nosuch://weights", False),
+    ],
+)
+def test_a_url_that_fsspec_cannot_open_is_refused(place: str, opens: bool) -> None:
+    assert ("disk-delta-url" not in broken_rules(disk_delta(place))) is opens
+
+
+def test_a_scheme_whose_package_is_missing_is_refused_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from fsspec.registry import known_implementations
+
+    needs = {"class": "nosuchfs.Files", "err": "Install nosuchfs"}
+    monkeypatch.setitem(known_implementations, "bucket", needs)
+    assert "disk-delta-url" in broken_rules(disk_delta("bucket://weights"))
+    with pytest.raises(TransportError, match=r"Install nosuchfs(.|\n)*bucket://weights(.|\n)*pip install"):
+        open_store("bucket://weights")
+
+
+def test_urls_need_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_transports.rules.find_spec", lambda name: None)
+    assert "disk-delta-url" in broken_rules(disk_delta("memory://weights"))
+    assert "disk-delta-url" not in broken_rules(disk_delta("/shared/weights"))
+
+
+def disk_delta(place: str) -> dict[str, str]:
+    return {"use": "disk-delta", "publish_dir": place, "local_dir": "/nvme/weights"}
