@@ -23,7 +23,7 @@ def check(workspace: Workspace, reference: bytes, rng: random.Random, kills: int
     for number in range(kills):
         resume = ["--resume"] if started else []
         code = workspace.struck(signal.SIGKILL, rng.randrange(CHANGES), *resume, overrides=STEPS)
-        assert code == -signal.SIGKILL or (code == 0 and number > 0), code
+        assert code == -signal.SIGKILL or (code == 0 and number > 0), f"exit {code}: do {CHANGES} changes still occur?"
         started = (workspace.directory() / "run.yaml").exists()
         if code == 0:
             break
