@@ -1,16 +1,18 @@
-"""Does a fully asynchronous run with a staleness limit learn what the synchronous one learns, and in what time?
+"""Does a fully asynchronous run with a staleness limit of 2 learn what the synchronous one learns, and in what time?
 
-    python benchmarks/async_learning.py [--steps 60] [--seeds 3] [--latency 0.5] [--model models/smollm2-135m]
+    python benchmarks/async_learning.py [--seeds 3] [--steps 28] [--lr 2e-5] [--latency 6]
 
-A tiny random model learns to write lower-case letters; a model that can read learns the quickstart's task, addition of
-two digits, answered with the number only. An environment that waits before it asks stands for tools: its
-latency is log-normal and longer than sampling and training together. Each run is a process of its own; the reward is
-that of the last quarter of the steps, the time that of the steps alone.
+The quickstart's task and model: SmolLM2-135M adds two digits and answers with the number only. An environment that
+waits before it asks stands for tools: its latency is log-normal with a tenfold spread, and a step in turns waits for
+the slowest of its trajectories. Both schedules have the same settings, and both runs of a seed go side by side, one
+core each, so that they meet the same load. The reward is that of the last quarter of the steps; held-out is a greedy
+answer to every prompt that was never trained, after the last step; the time is that of the steps alone.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -20,7 +22,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from miles_core.testing.tiny import make_tiny_model
 from miles_core.tracking.run_dir import read_lines
 
 PLUGIN = """
@@ -63,11 +64,6 @@ class SlowChat:
     async def close(self):
         pass
 """
-REWARD = """
-def score(scored):
-    text = scored.response
-    return sum(c.islower() for c in text) / max(len(text), 1)
-"""
 LAST_NUMBER = r"""
 import re
 
@@ -82,6 +78,10 @@ SCHEDULES = {
 }
 
 
+HELD_OUT = 5
+"""Every fifth addition is never trained."""
+
+
 def additions() -> list[dict[str, object]]:
     def ask(a: int, b: int) -> list[dict[str, str]]:
         system = {"role": "system", "content": "Answer with the number only."}
@@ -90,79 +90,90 @@ def additions() -> list[dict[str, object]]:
     return [{"prompt": ask(a, b), "label": str(a + b)} for a in range(1, 10) for b in range(1, 10)]
 
 
-def prepare(folder: Path, model: str | None) -> None:
-    rows: list[dict[str, object]]
-    if model is None:
-        make_tiny_model(folder / "model", seed=0)
-        rows = [{"prompt": f"say {word}", "label": word} for word in ("one", "two", "three", "four", "five", "six")]
-    else:
-        (folder / "model").symlink_to(Path(model).resolve(), target_is_directory=True)
-        rows = additions()
-    (folder / "reward.py").write_text(REWARD if model is None else LAST_NUMBER)
-    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+def prepare(folder: Path) -> None:
+    rows = [json.dumps(row) + "\n" for row in additions()]
+    (folder / "eval.jsonl").write_text("".join(rows[::HELD_OUT]))
+    (folder / "train.jsonl").write_text("".join(row for at, row in enumerate(rows) if at % HELD_OUT))
+    (folder / "reward.py").write_text(LAST_NUMBER)
     (folder / "slow_chat.py").write_text(ENVIRONMENT)
     (folder / "slow_chat_plugin.py").write_text(PLUGIN)
     info = folder / "slow_chat-0.1.dist-info"
-    info.mkdir()
+    info.mkdir(exist_ok=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: slow-chat\nVersion: 0.1\n")
     (info / "entry_points.txt").write_text("[miles.plugins]\nslow-chat = slow_chat_plugin\n")
 
 
 def run_file(folder: Path, arguments: argparse.Namespace) -> dict[str, object]:
+    """The quickstart's settings, but for a lower rate, fewer steps, the environment that waits, and no probes."""
     return {
         "name": "x",
-        "model": str(folder / "model"),
-        "data": str(folder / "train.jsonl"),
+        "model": str(Path(arguments.model).resolve()),
+        "data": {"train": str(folder / "train.jsonl"), "eval": str(folder / "eval.jsonl")},
         "environment": {"use": "slow-chat", "latency_s": arguments.latency, "sigma": math.log(10) / (2 * 1.96)},
         "rewards": [f"{folder}/reward.py:score"],
-        "rollout": {"sampling": {"max_tokens": 12 if arguments.model else 8}, "reward_workers": 1},
+        "rollout": {"sampling": {"max_tokens": 12}, "reward_workers": 1},
         "schedule": {"steps": arguments.steps, "groups_per_step": 4, "group_size": arguments.group_size},
-        "optimizer": {"lr": arguments.lr},
+        "loss": {"use": "ppo-clip", "low": 0.2, "high": 0.28},
         "corrections": ["tis"],
+        "optimizer": {"lr": arguments.lr, "warmup_steps": 2, "schedule": "cosine", "min_lr_ratio": 0.1},
+        "backend": {"use": "fsdp", "micro_batch_tokens": 1024, "logprob_chunk_tokens": 256},
+        "weights": {"probes": 0},
+        "eval": {"every_steps": arguments.steps, "prompts": 17, "sampling": {"max_tokens": 12}},
         "checkpoint": {"export_hf": False},
         "placement": {"device": "cpu", "mode": "separate"},
         "tracking": {"dir": str(folder / "runs"), "trackers": [], "rollouts_every_steps": 1000},
     }
 
 
-def train(folder: Path, schedule: str, seed: int, arguments: argparse.Namespace) -> tuple[float, float, float]:
-    """Reward of the last quarter, seconds of all steps, and mean age."""
-    name = f"{schedule}-{seed}"
-    (folder / "run.yaml").write_text(json.dumps(run_file(folder, arguments)))
-    settings = {"name": name, "seed": seed, **SCHEDULES[schedule]}
+def start(folder: Path, schedule: str, seed: int) -> subprocess.Popen[str]:
+    settings = {"name": f"{schedule}-{seed}", "seed": seed, **SCHEDULES[schedule]}
     sets = [part for key, value in settings.items() for part in ("--set", f"{key}={json.dumps(value)}")]
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-m", "miles_core.cli", "train", str(folder / "run.yaml"), "--plain", *sets]
-    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}, check=False)
-    if done.returncode != 0:
-        raise SystemExit(done.stdout[-2000:] + done.stderr[-2000:])
-    lines = list(read_lines(folder / "runs" / name / "metrics.jsonl"))
-    timings = list(read_lines(folder / "runs" / name / "timings.jsonl"))
-    last = [line["rollout/reward_mean"] for line in lines[-arguments.steps // 4 :]]
+    command = [sys.executable, "-m", "miles_core.cli", "train", str(folder / "run.yaml"), "--plain", "--fresh", *sets]
+    environ = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environ)
+
+
+def row(folder: Path, schedule: str, seed: int, steps: int) -> str:
+    """A line of the table: reward of the last quarter, held-out reward, seconds of all steps, mean age and KL."""
+    run = folder / "runs" / f"{schedule}-{seed}"
+    lines = [line for line in read_lines(run / "metrics.jsonl") if line["step"] > 0]
+    waits = ("time/start_s", "time/eval_s")
+    timings = [line for line in read_lines(run / "timings.jsonl") if line["step"] > 0]
+    seconds = sum(line["time/step_s"] - sum(line.get(name, 0.0) for name in waits) for line in timings)
+    reward = statistics.fmean(line["rollout/reward_mean"] for line in lines[-steps // 4 :])
     age = statistics.fmean(line["contract/versions/token_staleness"] for line in lines)
-    if arguments.verbose:
-        print(schedule, seed, [round(line["rollout/reward_mean"], 2) for line in lines])
-    return statistics.fmean(last), sum(line["time/step_s"] - line.get("time/start_s", 0) for line in timings), age
+    kl = statistics.fmean(line["contract/logprobs/kl_k3"] for line in lines)
+    held_out = lines[-1]["eval/reward_mean"]
+    return f"| {schedule} | {seed} | {reward:.3f} | {held_out:.3f} | {seconds:.0f} | {age:.2f} | {kl:.4f} |"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--latency", type=float, default=0.5, help="mean seconds of the environment")
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--model", default="models/smollm2-135m", help="made by examples/prepare_smollm2.py")
+    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--latency", type=float, default=6.0, help="mean seconds of the environment")
+    parser.add_argument("--lr", type=float, default=2e-5, help="peak; two steps of warm-up, then cosine to a tenth")
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--model", help="Hugging Face folder of a model that can read; its task is addition")
-    parser.add_argument("--verbose", action="store_true", help="print the reward of every step")
-    parser.add_argument("--only", choices=list(SCHEDULES), help="one schedule")
+    parser.add_argument("--keep", type=Path, help="folder for the run directories; else they are removed")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as name:
-        prepare(Path(name), arguments.model)
-        print("| schedule | seed | reward, last quarter | seconds | age |\n|---|---|---|---|---|")
-        for schedule in [arguments.only] if arguments.only else SCHEDULES:
-            for seed in range(arguments.seeds):
-                reward, seconds, age = train(Path(name), schedule, seed, arguments)
-                print(f"| {schedule} | {seed} | {reward:.3f} | {seconds:.0f} | {age:.2f} |", flush=True)
+    with contextlib.ExitStack() as stack:
+        folder = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        folder = folder.resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        prepare(folder)
+        (folder / "run.yaml").write_text(json.dumps(run_file(folder, arguments)))
+        print(
+            "| schedule | seed | reward, last quarter | held-out | seconds | age | KL |\n|---|---|---|---|---|---|---|"
+        )
+        for seed in arguments.seeds:
+            runs = {schedule: start(folder, schedule, seed) for schedule in SCHEDULES}
+            said = {schedule: run.communicate()[0] for schedule, run in runs.items()}
+            for schedule, run in runs.items():
+                if run.returncode != 0:
+                    raise SystemExit(said[schedule][-4000:])
+                print(row(folder, schedule, seed, arguments.steps), flush=True)
 
 
 if __name__ == "__main__":
