@@ -20,7 +20,7 @@ from miles_core.registry import Registry, discover
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(
     path
-    for pattern in ("README.md", "docs/**/*.md", "*/README.md", "plugins/*/README.md")
+    for pattern in ("README.md", "docs/**/*.md", "[!.]*/README.md", "plugins/*/README.md")
     for path in ROOT.glob(pattern)
 )
 LEFT_TO_THE_READER = {
