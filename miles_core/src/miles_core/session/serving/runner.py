@@ -15,6 +15,9 @@ from miles_core.session.serving.store import SessionStore
 
 GRACE_S = 5
 """What answers under way get at shutdown."""
+KEEP_ALIVE_S = 75
+"""For idle connections. Longer than clients keep theirs (5 s in httpx and the SDKs over it): the side that closes first
+may do so under a request of the other, which an agent sees as a broken connection."""
 
 
 class _Server(uvicorn.Server):
@@ -39,6 +42,7 @@ async def listening(store: SessionStore, *, host: str = "127.0.0.1", port: int =
         access_log=False,
         server_header=False,
         timeout_graceful_shutdown=GRACE_S,
+        timeout_keep_alive=KEEP_ALIVE_S,
         lifespan="on",
     )
     server = _Server(config)
