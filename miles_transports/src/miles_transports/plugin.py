@@ -3,6 +3,27 @@
 from miles_core.plugin import Capability, Rule, conflicts, hookimpl
 
 MILES_API = 1
+P2P_RULES = (
+    conflicts(
+        "placement.mode=colocated",
+        id="p2p-separate",
+        because="p2p re-shards in main memory and sends over the network; colocated sides share a device",
+        instead="placement.mode: separate, or transport: broadcast",
+    ),
+    Rule(
+        id="p2p-mooncake",
+        because="p2p writes through Mooncake's transfer engine",
+        instead="pip install miles-transports[p2p], or [p2p-cuda] on hosts with CUDA; never both",
+        check="miles_transports.rules:mooncake_is_here",
+    ),
+    Rule(
+        id="p2p-ranks-divide",
+        when=("transport.layout=fused",),
+        because="the fused layout divides parameters evenly among the engine's ranks",
+        instead="transport.engine_ranks: a divisor of the model's heads and widths",
+        check="miles_transports.rules:ranks_divide_the_model",
+    ),
+)
 
 
 @hookimpl
@@ -73,26 +94,6 @@ def miles_transports() -> list[Capability]:
             load="miles_transports.p2p.transport:P2pTransport",
             options="miles_transports.options:P2pOptions",
             provides=frozenset({"same-process", "cross-process", "cross-host"}),
-            rules=(
-                conflicts(
-                    "placement.mode=colocated",
-                    id="p2p-separate",
-                    because="p2p re-shards in main memory and sends over the network; colocated sides share a device",
-                    instead="placement.mode: separate, or transport: broadcast",
-                ),
-                Rule(
-                    id="p2p-mooncake",
-                    because="p2p writes through Mooncake's transfer engine",
-                    instead="pip install miles-transports[p2p], or [p2p-cuda] on hosts with CUDA; never both",
-                    check="miles_transports.rules:mooncake_is_here",
-                ),
-                Rule(
-                    id="p2p-ranks-divide",
-                    when=("transport.layout=fused",),
-                    because="the fused layout divides parameters evenly among the engine's ranks",
-                    instead="transport.engine_ranks: a divisor of the model's heads and widths",
-                    check="miles_transports.rules:ranks_divide_the_model",
-                ),
-            ),
+            rules=P2P_RULES,
         ),
     ]
