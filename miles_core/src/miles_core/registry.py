@@ -179,29 +179,15 @@ def discover(disable: Iterable[str] = (), entry_points: Iterable[EntryPoint] | N
     warnings: list[str] = []
     hit: set[str] = set()
     for entry_point in sorted(entry_points, key=lambda each: (_owner(each)[0], each.name)):
-        distribution, version = _owner(entry_point)
-        names = {canonicalize_name(distribution), canonicalize_name(entry_point.name)} & set(unwanted)
+        distribution = canonicalize_name(_owner(entry_point)[0])
+        names = {distribution, canonicalize_name(entry_point.name)} & unwanted.keys()
         hit |= names
-        if names and canonicalize_name(distribution) == CORE:
+        if names and distribution == CORE:
             warnings.append(f"{sorted(unwanted[name] for name in names)[0]}: core's own plugin cannot be disabled")
             names = set()
-        outcome = (
-            Outcome(
-                state=State.DISABLED,
-                reason="disabled by name",
-                do=f"take it out of {DISABLE_VARIABLE} or plugins.disable",
-            )
-            if names
-            else load_plugin(entry_point, manager)
-        )
+        outcome = _DISABLED if names else load_plugin(entry_point, manager)
         plugins.append(_plugin(entry_point, outcome))
-        found += [
-            _with_needs(
-                Entry(kind=kind, capability=each, distribution=distribution, version=version, plugin=entry_point.name),
-                entry_point.dist,
-            )
-            for kind, each in outcome.capabilities
-        ]
+        found += _entries(entry_point, outcome)
     warnings += [
         f"{unwanted[name]}: asked to disable it, but no such plugin is installed"
         for name in sorted(unwanted.keys() - hit)
@@ -237,6 +223,11 @@ def load_target(target: str) -> Any:
     return found
 
 
+_DISABLED = Outcome(
+    state=State.DISABLED, reason="disabled by name", do=f"take it out of {DISABLE_VARIABLE} or plugins.disable"
+)
+
+
 def _plugin(entry_point: EntryPoint, outcome: Outcome) -> Plugin:
     distribution, version = _owner(entry_point)
     return Plugin(
@@ -252,12 +243,24 @@ def _plugin(entry_point: EntryPoint, outcome: Outcome) -> Plugin:
     )
 
 
+def _entries(entry_point: EntryPoint, outcome: Outcome) -> list[Entry]:
+    distribution, version = _owner(entry_point)
+    return [
+        _with_needs(
+            Entry(kind=kind, capability=each, distribution=distribution, version=version, plugin=entry_point.name),
+            entry_point.dist,
+        )
+        for kind, each in outcome.capabilities
+    ]
+
+
 def _owner(entry_point: EntryPoint) -> tuple[str, str]:
     dist = entry_point.dist
     return (dist.metadata["Name"], dist.version) if dist else ("unknown", "")
 
 
 def _with_needs(entry: Entry, distribution: Distribution | None) -> Entry:
+    """The entry, unavailable if one of its `needs` is not installed."""
     for text in entry.capability.needs:
         requirement = Requirement(text)
         if requirement.marker and not requirement.marker.evaluate():

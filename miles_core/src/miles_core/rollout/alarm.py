@@ -1,6 +1,7 @@
-"""ConstantRewardAlarm: one and the same reward everywhere, for several steps, means that nothing is learnt.
+"""ConstantRewardAlarm: if every trajectory of several steps has the same reward, nothing is learnt.
 
-The usual causes are a grader that never matches, an answer format the model never meets, or a task it always solves.
+Usual causes are a grader that never matches, an answer format that the model never keeps, and a task that it always
+solves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 
 class ConstantRewardAlarm:
-    """Watches the rewards of each step; every trajectory counts, those in dropped groups too.
+    """Observes the rewards of each step, those of dropped groups included.
 
     Example:
         alarm = ConstantRewardAlarm(steps=5)
@@ -23,7 +24,8 @@ class ConstantRewardAlarm:
         self._streak = 0
 
     def observe(self, rewards: Sequence[float]) -> str | None:
-        """Take in one step. Speaks when the streak reaches `steps`, and again after every further `steps`."""
+        """Observe a step. Returns a warning after `steps` steps with one and the same reward, and every `steps` steps
+        from then on."""
         if not self._steps or not rewards:
             return None
         value = rewards[0]

@@ -1,7 +1,7 @@
-"""`BoundedBuffer`, the data buffer of this release: first in, first out, as large as two batches by default.
+"""The data buffer `bounded`: first in, first out, with room for two batches by default.
 
-A bounded queue gives backpressure and no freshness: the limit on age is a dial of its own. Failures and filters are
-judged on the way in, since those verdicts are fixed; age on the way out, since it grows while a group waits.
+A full buffer holds the rollout back, but does not make data fresh; the limit on age does. Failures and filters are
+judged when a group is put in, since that verdict never changes. Age is judged when it is taken, since it grows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from miles_core.kinds.data_buffer import BufferContext, DataBuffer, FinishedGrou
 from miles_core.options import BoundedBufferOptions
 
 STALE = "stale"
-"""Reason of a group that is too old when it would be taken."""
+"""The reason for rejecting a group that is too old when it would be taken."""
 
 
 class BoundedBuffer:
@@ -64,11 +64,11 @@ class BoundedBuffer:
 
 
 class GuardedBuffer:
-    """A data buffer whose failures carry its name: it is foreign code between the rollout and the trainer. That each
-    group goes in once and comes out once is the ledger's to check.
+    """Wraps a data buffer, which may be a plugin's code, so that errors name it. Whether every group that goes in comes
+    out exactly once is checked by the ledger.
 
     Raises:
-        PluginError: from every call, when the buffer raised or answered with something else than its kind says.
+        PluginError: from every call, if the buffer raises, or returns what its protocol does not allow.
     """
 
     def __init__(self, buffer: DataBuffer) -> None:

@@ -1,4 +1,4 @@
-"""evaluate: held-out prompts under their own sampling settings; nothing of it is trained."""
+"""`evaluate`: scores the model on held-out prompts, with sampling settings of their own. Nothing is trained on them."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ async def evaluate(
     max_concurrent: int,
     version: int | None = None,
 ) -> dict[str, float]:
-    """Metrics under ``eval/`` over the first `spec.prompts` prompts, always the same ones with the same seeds.
+    """Metrics ``eval/…`` of the first `spec.prompts` prompts, always with the same seeds.
 
-    Failures are retried, then counted apart; they are in no mean. The standard error is that over prompts, since
-    samples of one prompt are not independent.
+    Failed attempts are tried again, and then counted; no mean includes them. The standard error is that of the means
+    of prompts, since samples of the same prompt are not independent.
 
     Args:
-        version: Weight version that is evaluated; None does not ask.
+        version: The weight version that must have sampled every token; None does not check it.
 
     Raises:
         RunError: not one trajectory could be scored.

@@ -1,7 +1,7 @@
-"""What fails is said when it fails first, and a run in which nothing but time-outs happens ends early.
+"""Reports the first failure of each kind at once, and ends a run in which every attempt times out.
 
-A reward or an environment that always hangs would otherwise cost a time-out for every attempt of every wave of a step
-before anybody hears of it.
+Otherwise a reward or an environment that always hangs would cost a time-out for every attempt of a whole step before
+the user hears of it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ FEWEST = 4
 
 
 class FirstFailures:
-    """Told of every attempt of a run.
+    """Observes every attempt of a run.
 
     Args:
-        say: Takes the message of the first failure at each boundary.
-        wave: Attempts that run at once at the start.
+        say: Called with the message of the first failure at each boundary.
+        wave: How many attempts run at once when the run begins.
     """
 
     def __init__(self, say: Callable[[str], None], *, wave: int) -> None:

@@ -1,4 +1,4 @@
-"""Ledger: what became of every group that was ever started; nothing is lost silently and nothing is trained twice.
+"""Ledger: knows the state of every group that was ever started, so that none is lost silently or trained twice.
 
     GENERATING ──> FINISHED ──> QUEUED ──> TAKEN ──> TRAINED
         │             │            │         │
@@ -11,7 +11,7 @@ Each group is in exactly one state, so the counts add up whenever they are looke
     submitted = drawn + resubmitted           (a prompt is drawn once, and again for each time it was put back)
     put_back  = resubmitted + waiting_again
 
-What can go wrong is a transition that should not happen, and a set that another part holds differently; both raise.
+A transition that the diagram does not have is an error, and so is a figure that another part counts differently.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from miles_core.errors import ContractError
 
 
 class Fate(StrEnum):
-    """Where a group stands."""
+    """The state of a group."""
 
     GENERATING = "generating"
     FINISHED = "finished"  # complete; judged next, or waiting for room in the buffer
@@ -53,7 +53,7 @@ ENDS = frozenset(fate for fate, following in TRANSITIONS.items() if not followin
 
 
 class Ledger:
-    """Fates of all groups of a run, across restarts. Ended groups are counted, pending ones kept by number."""
+    """The states of all groups of a run, across restarts. Groups that ended are only counted."""
 
     def __init__(self) -> None:
         self._pending: dict[int, Fate] = {}
@@ -66,7 +66,7 @@ class Ledger:
     # --- what happens -------------------------------------------------------------------------------------------------
 
     def submit(self, *, again: bool) -> int:
-        """Number of a new group; `again` when its prompt had been put back."""
+        """Start a group, and return its number; `again` says that its prompt had been put back."""
         number = self._next
         self._next += 1
         self._resubmitted += again
@@ -77,7 +77,7 @@ class Ledger:
         """Let group `number` go to `fate`; `reason` says why it was filtered.
 
         Raises:
-            ContractError: it cannot go there from where it stands; training it would be a second time, or a loss.
+            ContractError: that is no transition from its present state; it would be trained twice, or lost.
         """
         before = self._pending.get(number)
         if before is None or fate not in TRANSITIONS[before]:
@@ -102,12 +102,12 @@ class Ledger:
     # --- what can be read ---------------------------------------------------------------------------------------------
 
     def numbers(self, fate: Fate) -> set[int]:
-        """Pending groups in a state."""
+        """Numbers of the pending groups in that state."""
         return {number for number, found in self._pending.items() if found is fate}
 
     @property
     def counts(self) -> dict[str, int]:
-        """All figures of the module's equations, and `pending`."""
+        """All figures of the equations above, and `pending`."""
         pending = Counter(self._pending.values())
         by_fate = {fate.value: self._ended[fate] + pending[fate] for fate in Fate}
         return {
@@ -125,13 +125,13 @@ class Ledger:
         return dict(self._reasons)
 
     def check(self, *, generating: Collection[int], queued: int, waiting_again: int, drawn: int) -> None:
-        """Compare the books with what the other parts hold.
+        """Compare the ledger with what the other parts say.
 
         Args:
-            generating: Numbers the worker has tasks for, whether they generate or wait for room.
-            queued: Groups the buffer says it holds.
-            waiting_again: Prompts put back and not submitted yet.
-            drawn: Prompts the stream has handed out.
+            generating: Groups that the producer has tasks for: they generate, or wait for room in the buffer.
+            queued: How many groups the buffer says it holds.
+            waiting_again: How many prompts were put back and not submitted again yet.
+            drawn: How many prompts the stream has handed out.
 
         Raises:
             ContractError: naming every figure that differs.
@@ -170,7 +170,7 @@ class Ledger:
         }
 
     def restore(self, state: Mapping[str, Any], *, queued: Iterable[int]) -> None:
-        """Continue at a saved state; of its pending groups only those `queued` still exist, the rest were cut."""
+        """Continue from a saved state. Of its pending groups only those in `queued` still exist; the rest were cut."""
         kept = set(queued)
         self._next, self._resubmitted, self._put_back = (state[key] for key in ("next", "resubmitted", "put_back"))
         self._ended = Counter({Fate(name): count for name, count in state["ended"].items()})

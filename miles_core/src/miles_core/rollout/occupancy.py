@@ -1,4 +1,4 @@
-"""How full a thing was on average, from every change of it and not from samples of it."""
+"""The mean over time of a level that changes now and then, such as the number of requests in flight; exact."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Occupancy:
-    """The time integral of a level, read off in stretches.
+    """A level, and its mean over each stretch of time.
 
     Example:
         in_flight = Occupancy()

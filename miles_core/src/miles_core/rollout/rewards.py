@@ -1,8 +1,8 @@
-"""RewardPool: score finished episodes in killable worker processes, each call with a deadline.
+"""RewardPool: scores finished episodes in worker processes, each call with a deadline.
 
-A grader may loop for ever inside one regular expression, leak memory or call `exit`; none of that reaches the driver. A
-call whose deadline passed, or whose process died, costs that process (with its children) and fails that one trajectory.
-What a reward returns is a finite number or a failure, never a 0 that stands for one.
+A grader may loop for ever inside a regular expression, leak memory or call `exit`. When a call passes its deadline, or
+its process dies, the process and its children are killed, that one trajectory fails, and the driver goes on. A failure
+is never turned into a score of 0.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ class RewardSpec:
 
 
 def reward_specs(run: ResolvedRun) -> tuple[RewardSpec, ...]:
-    """The rewards a validated run-file picks. A function of the user's is called by its own name, without module or
-    file; a name picked twice gets a number."""
+    """The rewards that a run-file picks. The name of a user's function is the function's own, without file or module; a
+    name that is picked twice gets a number."""
     specs: list[RewardSpec] = []
     taken: Counter[str] = Counter()
     for pick, resolved in zip(run.spec.rewards, run.many.get("reward", ()), strict=True):
@@ -73,7 +73,7 @@ class RewardPool:
 
     @property
     def empty(self) -> bool:
-        """The run picks no reward; the environment has to score."""
+        """Whether the run picks no reward, so that the environment has to score."""
         return not self._rewards
 
     async def __aenter__(self) -> Self:
@@ -102,13 +102,12 @@ class RewardPool:
             self._idle.put_nowait(worker)
 
     async def score(self, scored: Scored) -> tuple[float | None, dict[str, float]]:
-        """Weighted sum of all rewards, and each reward's value and parts under ``name`` and ``name.part``.
-
-        Returns None as the sum when the run picks no reward.
+        """The weighted sum of all rewards (None if the run picks none), and the value and parts of each, as ``name``
+        and ``name.part``.
 
         Raises:
-            RewardError: some reward raised, returned no finite number, or lost its process. Nothing is summed then.
-            RewardTimeout: some reward passed its deadline.
+            RewardError: a reward raised, returned no finite number, or its process died.
+            RewardTimeout: a reward passed its deadline.
         """
         if self.empty:
             return None, {}
@@ -161,7 +160,7 @@ class RewardPool:
 
 
 class _Worker:
-    """A place in the pool; its process is started when needed, so that a killed one is replaced by the next call."""
+    """A place in the pool. If its process was killed, the next call starts another."""
 
     def __init__(self, rewards: Sequence[RewardSpec]) -> None:
         self._rewards = rewards

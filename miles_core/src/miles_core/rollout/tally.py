@@ -1,11 +1,11 @@
-"""Tally: what became of everything a step started. The figures add up, and a test says how.
+"""Tally: counts what became of everything that a step started. These equations hold, and a test checks them:
 
     groups_submitted  = groups_accepted + sum(filtered) + groups_aborted
     attempts          = succeeded + sum(failed) + engine_aborted          (of judged groups)
     attempts          = group_size * judged groups + retried
     sum(failed) + engine_aborted = retried + dropped
 
-Figures of aborted groups depend on the moment of the abort, hence on the clock; they are kept apart (`wasted`).
+Figures of aborted groups depend on the moment of the abort, and so on the clock; `wasted` has them apart from the rest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miles_core.types import Boundary, Group, Status, Trajectory
 
 
 class Tally:
-    """Counts of one step; filled by the scheduler."""
+    """The counts of one step."""
 
     def __init__(self, *, group_size: int) -> None:
         self._group_size = group_size
@@ -38,7 +38,7 @@ class Tally:
         self._wasted: Counter[str] = Counter()
 
     def judge(self, attempts: Sequence[Trajectory], group: Group, *, retried: int, reason: str | None) -> None:
-        """Count a judged group with all its attempts; `reason` is None when it was accepted."""
+        """Count a judged group and all its attempts; `reason` is why it was dropped, or None if it was accepted."""
         self.judged += 1
         self._attempts += len(attempts)
         self._retried += retried
@@ -64,7 +64,7 @@ class Tally:
         self._wasted["tokens_finished"] += sum(trajectory.response_tokens for trajectory in attempts)
 
     def last_failures(self) -> dict[str, str]:
-        """Message of the last failure at each boundary, first line."""
+        """The first line of the last failure at each boundary."""
         return {boundary.value: message for boundary, message in sorted(self._last_failure.items())}
 
     def wasted(self) -> dict[str, float]:
