@@ -20,7 +20,9 @@ from torch import Tensor
 from miles_core.batching import plan_micro_batches
 from miles_core.errors import ConfigError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
+from miles_core.kinds.loss import Loss
 from miles_core.numerics import ops
+from miles_core.registry import load_target
 from miles_core.trainer import checkpoint
 from miles_core.trainer.folder import write_folder
 from miles_core.trainer.objective import (
@@ -28,7 +30,6 @@ from miles_core.trainer.objective import (
     Sums,
     agreed,
     check_trainable,
-    load_loss,
     micro_batch_loss,
     refuse_update,
 )
@@ -92,7 +93,7 @@ class FsdpBackend:
             reference = load_model(context.model_path, options.attn_implementation, self._param_dtype)
             self._place(reference, train=False)
             self._reference = reference.module
-        self._loss = load_loss(context.loss.load)
+        self._loss: Loss = load_target(context.loss.load)
         self._offloader = Offloader()
 
     def _place(self, loaded: LoadedModel, *, train: bool) -> Weights:

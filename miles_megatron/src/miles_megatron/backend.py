@@ -21,13 +21,14 @@ import miles_megatron.start  # noqa: F401
 from miles_core.batching import plan_micro_batches
 from miles_core.errors import ContractError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
+from miles_core.kinds.loss import Loss
+from miles_core.registry import load_target
 from miles_core.trainer.folder import write_folder
 from miles_core.trainer.objective import (
     RankReport,
     Sums,
     agreed,
     check_trainable,
-    load_loss,
     micro_batch_loss,
     refuse_update,
 )
@@ -55,7 +56,7 @@ class MegatronBackend:
         """
         self._options, self._context = options, context
         self._device = torch.device(context.device)
-        self._loss = load_loss(context.loss.load)
+        self._loss: Loss = load_target(context.loss.load)
         with at_work(self._device):
             self._setup = Setup(options, context)
             try:

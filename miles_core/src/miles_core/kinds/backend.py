@@ -33,7 +33,7 @@ class LossSettings:
     """What each rank computes on a micro-batch."""
 
     load: str
-    """``module:function`` of the picked loss."""
+    """The picked loss: ``module:function`` or ``/absolute/file.py:function``, as `registry.load_target` takes it."""
     options: Mapping[str, Any] = field(default_factory=dict)
     entropy_coef: float = 0.0
     """The loss of a token is lowered by this times the entropy of the policy there."""

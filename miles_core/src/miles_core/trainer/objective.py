@@ -5,7 +5,6 @@ Letters: N packed tokens of the micro-batch, K of them trained.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -166,13 +165,6 @@ def micro_batch_loss(
     for name, values in output.metrics.items():
         sums.add(name, torch.where(mask, values, 0.0).sum())
     return result
-
-
-def load_loss(load: str) -> Loss:
-    """The loss that ``module:function`` names."""
-    module, _, attribute = load.partition(":")
-    loss: Loss = getattr(importlib.import_module(module), attribute)
-    return loss
 
 
 def check_trainable(batch: TrainBatch, *, needs_reference: bool) -> None:
