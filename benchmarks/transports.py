@@ -7,7 +7,7 @@ cuda-ipc    a publish (a copy into shared memory, a copy out of it) against two 
             goal 70%
 delta       comparing and compressing, and applying, against the slower of a memory copy of the model and zstd level 1
             of what the encoding compresses, with as many threads; goal 60%. Each is the third version, which finds the
-            memory and the files of the ones before
+            memory of the ones before
 
 Both sides of a ratio are measured in turn, so that a busy machine burdens both alike; the median of these pairs counts.
 Digests are the trainer's and the engine's own cost and not in these figures. With two GPUs broadcast goes through NCCL.

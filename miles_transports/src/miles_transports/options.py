@@ -36,7 +36,7 @@ class DiskDeltaOptions(BaseModel):
     it."""
     local_dir: Annotated[str, Field(min_length=1)]
     """Folder, not a URL, on a fast disk of each host; engines of one host share it. It holds two copies of the
-    model; a new version is written over the older one."""
+    model, and a third while that is built."""
     encoding: Literal["xor", "overwrite"] = "xor"
     """xor is smaller when much changes; overwrite lists changed elements and can be applied twice."""
     checksum: Literal["xxh3-128", "blake3", "adler32"] = "xxh3-128"

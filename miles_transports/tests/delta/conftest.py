@@ -134,9 +134,6 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., World]
 
 
 def holds(folder: Path, version: int) -> bool:
-    return shows(folder, weights(version))
-
-
-def shows(folder: Path, expected: Weights) -> bool:
     found = {name: t for file in folder.glob("*.safetensors") for name, t in safetensors.torch.load_file(file).items()}
+    expected = weights(version)
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

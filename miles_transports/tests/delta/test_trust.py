@@ -201,7 +201,7 @@ def test_a_full_disk_is_named_with_what_it_should_hold(make: Callable[..., World
     key = world.publish(0)
     with pytest.raises(TransportError, match=r"transport\.local_dir") as caught:
         world.checkout(files=FullDisk()).materialise(key)
-    assert "2 copies" in str(caught.value)
+    assert "3 copies" in str(caught.value)
     assert str(world.local) in str(caught.value)
     assert holds(world.checkout().materialise(key), 0)
 

@@ -14,10 +14,9 @@ from miles_core.types import NamedTensor
 from miles_core.weights.buckets import bucket_tensors
 from miles_transports.delta.checkout import published
 from miles_transports.delta.codec import Encoding
-from miles_transports.delta.files import Files
 from miles_transports.delta.index import BASE, CHECKPOINT
 
-from .conftest import LINEAGE, Weights, World, holds, shows, weights
+from .conftest import LINEAGE, Weights, World, holds, weights
 
 
 @pytest.mark.parametrize("encoding", ["xor", "overwrite"])
@@ -33,60 +32,16 @@ def test_a_host_follows_version_by_version_and_its_copy_is_a_hugging_face_folder
     assert holds(world.base, BASE), "the checkpoint was written to"
 
 
-class RecordedFiles(Files):
-    """Notes what happened to which name of the lineage's folder."""
-
-    def __init__(self) -> None:
-        self.log: list[str] = []
-        self.copies = 0
-
-    def rename(self, source: Path, target: Path) -> None:
-        super().rename(source, target)
-        self.log.append(f"{source.name[:8]} becomes {target.name[:8]}")
-
-    def sync_dir(self, path: Path) -> None:
-        super().sync_dir(path)
-        self.log.append(f"sync {path.name[:8]}")
-
-    def wrote(self, path: Path) -> None:
-        self.copies = max(self.copies, len(list(path.parent.parent.glob("*v0*-*"))))
-        if self.log[-1] != "write":
-            self.log.append("write")
-
-
-def test_a_version_is_written_over_the_oldest_copy_once_that_has_lost_its_name_for_good(
-    make: Callable[..., World],
-) -> None:
-    world, files = make(), RecordedFiles()
-    states = [{name: tensor + version for name, tensor in weights(BASE).items()} for version in range(1, 4)]
-    keys = [world.publish(version, tensors) for version, tensors in enumerate(states)]
-    for key in keys[:2]:
-        world.checkout().materialise(key)
-    blocks = {path.stat().st_ino for path in world.checkout().folder(keys[0]).glob("*.safetensors")}
-    folder = world.checkout(files).materialise(keys[2])
-    assert shows(folder, states[2])
-    assert {path.stat().st_ino for path in folder.glob("*.safetensors")} == blocks
-    assert files.log == [
-        "v000000- becomes .partial",
-        f"sync {LINEAGE}",
-        "write",
-        "sync .partial",
-        ".partial becomes v000002-",
-        f"sync {LINEAGE}",
-    ]
-    assert files.copies == 2, "a third copy stood beside the two"
-
-
-def test_a_file_that_two_versions_share_is_never_written_over(make: Callable[..., World]) -> None:
-    world, tensors, last = make(), weights(BASE), None
-    embed, norm = "embed.weight", "layers.1.norm.weight"  # in different files
-    for version, name in enumerate([embed, norm, norm, embed, embed, norm, embed]):
-        before, tensors = tensors, {**tensors, name: tensors[name] + 1}
-        folder = world.checkout().materialise(world.publish(version, tensors))
-        assert shows(folder, tensors)
-        assert last is None or shows(last, before)
-        last = folder
-    assert holds(world.base, BASE), "the checkpoint was written to"
+def test_who_has_a_copy_mapped_keeps_its_bytes(make: Callable[..., World]) -> None:
+    world, mapped, folders = make(), dict[int, Weights](), list[Path]()
+    for version in range(4):
+        folder = world.checkout().materialise(world.publish(version))
+        folders.append(folder)
+        files = folder.glob("*.safetensors")
+        mapped[version] = {name: t for file in files for name, t in safetensors.torch.load_file(file).items()}
+    assert [folder.exists() for folder in folders] == [False, False, True, True]
+    for version, tensors in mapped.items():
+        assert all(torch.equal(tensors[name], expected) for name, expected in weights(version).items())
 
 
 def test_a_refused_version_gives_its_room_to_the_one_that_takes_its_place(make: Callable[..., World]) -> None:

@@ -81,8 +81,8 @@ class FolderReceiver(Receiver, Protocol):
     """A receiver that can also build the version as a Hugging Face folder, for engines with the tag `reads-disk`."""
 
     def materialise(self, version: int) -> Path:
-        """The complete folder of `version` on this host. It stays as it is until the version after the next one is
-        received.
+        """The complete folder of `version` on this host. It stays until the version after the next one is received;
+        what is mapped of it then keeps its bytes.
 
         Raises:
             TransportError: the version cannot be built from what is published.

@@ -6,9 +6,9 @@
     <local>/<lineage>/LOCK           one process of the host builds, the others wait and then find the folder
 
 A version is built from the nearest one that is complete here, through every version published since (catch-up), or
-from a full snapshot when that chain is broken. It is written over the oldest copy, whose memory is there and whose room
-nobody needs any more, once that has lost its name. Files that no tensor changed in are shared by hard link, and never
-written over. A crash at any point leaves complete folders and rubbish, never something in between.
+from a full snapshot when that chain is broken. Files that no tensor changed in are shared by hard link. No file is ever
+written over: whoever has an older copy mapped, as `from_pretrained` does, keeps its bytes, and a crash at any point
+leaves complete folders and rubbish, never something in between.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from miles_core.errors import TransportError
@@ -33,10 +33,12 @@ from miles_transports.delta.index import CHECKPOINT, Key, VersionIndex
 from miles_transports.delta.store import POLL_S, Store, eventually, version_names
 
 KEPT = 2
-"""Complete versions kept on a host: the one served, and the one before, which the next one is written over."""
+"""Complete versions kept on a host: the one served, and the one before, to fall back on when it is damaged."""
 
 WORKERS = 32
 """Threads that unpack, check and write, at most."""
+VERSION = len("v000012")
+"""Characters of a folder's name that name the version."""
 DIGITS = 12
 """Of an index's digest in a folder's name."""
 
@@ -91,7 +93,7 @@ class Checkout:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return TransportError(
                 f"no room to build version {version} in {self._root}",
-                expected=f"room for {KEPT} copies of the model",
+                expected=f"room for {KEPT + 1} copies of the model",
                 found=f"{shutil.disk_usage(self._root).free} bytes free ({error.strerror})",
                 where=str(self._root),
                 do="point transport.local_dir at a larger disk, or remove folders of finished runs beside this one",
@@ -133,13 +135,11 @@ class Checkout:
             self._files.remove(path)
 
     def _forget(self, name: str) -> None:
-        for old in [each for each in self.complete() if each <= name][:-KEPT]:
+        """Remove all but `name` and the copy before it; of a version that was refused and published anew, the first."""
+        refused = [each for each in self.complete() if each != name and each[:VERSION] == name[:VERSION]]
+        older = [each for each in self.complete() if each[:VERSION] < name[:VERSION]]
+        for old in refused + older[: 1 - KEPT]:
             self._discard(self._root / old)
-
-    def _spare(self, target: Path, start: Path) -> Path | None:
-        """The oldest copy, where `KEPT` are complete: neither what `target` is built from nor a later version."""
-        older = [each for each in self.complete() if _number(each) <= _number(target.name) and each != start.name]
-        return self._root / older[0] if len(self.complete()) >= KEPT and older else None
 
     def _discard(self, folder: Path) -> None:
         """Remove a copy: first its name, since a folder that is half removed must not look complete."""
@@ -189,7 +189,7 @@ class Checkout:
         partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
         self._files.remove(partial)  # of another way that was tried before
         touched = {path for path in source.files if changes.names & source.headers[path].entries.keys()}
-        self._take_over(self._spare(target, source.path), partial, {path.name for path in touched})
+        self._files.make_dir(partial)
         for path in sorted(source.path.iterdir()):
             check()
             if path in touched:
@@ -200,22 +200,6 @@ class Checkout:
         self._files.sync_dir(partial)
         self._files.rename(partial, target)
         self._files.sync_dir(self._root)
-
-    def _take_over(self, spare: Path | None, partial: Path, wanted: Collection[str]) -> None:
-        """Make the folder in which to build: of a copy that nobody needs any more, or a new one."""
-        if spare is None:
-            self._files.make_dir(partial)
-            return
-        self._files.rename(spare, partial)
-        self._files.sync_dir(self._root)  # before a byte of it changes, its name must be gone for good
-        for path in sorted(partial.iterdir()):
-            if path.name not in wanted or path.stat().st_nlink > 1:  # another copy's file, too
-                self._files.remove(path)
-
-
-def _number(name: str) -> int:
-    """The version of a copy's folder."""
-    return int(name.removeprefix("v").partition("-")[0])
 
 
 def _patched(source: tensorfile.Folder, path: Path, changes: Changes) -> tuple[bytes, list[Part]]:

@@ -230,7 +230,8 @@ def _overwritten(old: Pieces, positions: npt.NDArray[np.uint32], values: npt.NDA
     scratch, done = np.empty(PIECE_BYTES, dtype=np.uint8), 0
     for start, before in old:
         first = start // values.itemsize
-        end = int(np.searchsorted(positions, first + before.size // values.itemsize))
+        past = np.uint32(first + before.size // values.itemsize)  # a Python int would have all positions cast each time
+        end = int(np.searchsorted(positions, past))
         piece = scratch[: before.size]
         piece[:] = before
         piece.view(values.dtype)[positions[done:end] - first] = values[done:end]

@@ -31,33 +31,30 @@ class Files:
         return total
 
     def fill(self, path: Path, header: bytes, parts: Sequence[Part], threads: int) -> None:
-        """Make a file of a header and parts that know their places, several at once, over what lies there; fsync.
+        """Create a file of a header and parts that know their places, several at once; fsync.
 
         Args:
-            parts: Each yields offsets and bytes, and is run in one thread. Together they leave no gap.
+            parts: Each yields offsets and bytes, and is run in one thread.
         """
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             _write_all(handle, header, 0)
             with ThreadPoolExecutor(threads, thread_name_prefix="miles-delta") as pool:
                 jobs = [pool.submit(self._fill, path, handle, part) for part in parts]
                 try:
-                    end = max([len(header), *(job.result() for job in jobs)])
+                    for job in jobs:
+                        job.result()
                 finally:
                     for job in jobs:
                         job.cancel()
-            os.ftruncate(handle, end)
             os.fsync(handle)
         finally:
             os.close(handle)
 
-    def _fill(self, path: Path, handle: int, part: Part) -> int:
-        end = 0
+    def _fill(self, path: Path, handle: int, part: Part) -> None:
         for offset, chunk in part:
             _write_all(handle, chunk, offset)
             self.wrote(path)
-            end = offset + len(chunk)
-        return end
 
     def wrote(self, path: Path) -> None:
         """Called after each chunk of `write` and `fill`."""
