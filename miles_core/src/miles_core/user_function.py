@@ -3,11 +3,20 @@
 from __future__ import annotations
 
 import ast
-import symtable
-import tokenize
+import dis
+import warnings
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import CodeType
 
 from miles_core.errors import PluginError
+
+ONLY_RUNNING_TELLS = frozenset({
+    "__builtins__", "__dict__", "__getattr__", "__globals__", "__import__", "__setattr__", "_getframe",
+    "currentframe", "eval", "exec", "f_globals", "getmodule", "global_enum", "globals", "import_module", "locals",
+    "modules", "resolve_name", "setattr", "vars",
+})  # fmt: skip
+"""Code that says one of these may bind names that no statement of it shows."""
 
 
 def function_target(what: str, use: str, base: Path | None = None) -> str:
@@ -18,7 +27,7 @@ def function_target(what: str, use: str, base: Path | None = None) -> str:
         base: Where relative paths start; None is the working directory.
 
     Raises:
-        PluginError: it is neither, or the file does not exist, is no Python, or binds no such name.
+        PluginError: it is neither, or the file does not exist, is no Python, or certainly binds no such name.
     """
     place, _, attribute = use.rpartition(":")
     if not attribute.isidentifier() or not place:
@@ -38,17 +47,51 @@ def function_target(what: str, use: str, base: Path | None = None) -> str:
 
 
 def _not_bound(path: Path, name: str) -> str | None:
-    """Why the top level of a Python file would not have `name`, or None. The file is read, not run."""
+    """Why importing a Python file would not give `name`; None if it would, or if only running it would tell.
+
+    The file is compiled, as for an import, and not run.
+    """
     try:
-        with tokenize.open(path) as file:
-            source = file.read()
-        top = symtable.symtable(source, str(path), "exec")
-        imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ImportFrom)]
-    except (SyntaxError, ValueError) as error:  # ValueError: a zero byte, or another encoding
+        source = path.read_bytes()
+        with warnings.catch_warnings(action="ignore"):
+            codes = list(_codes(compile(source, path, "exec", dont_inherit=True)))
+    except (OSError, SyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
         return f"{type(error).__name__}: {error}"
-    if "__getattr__" in top.get_identifiers() or any(each.names[0].name == "*" for each in imports):
-        return None  # only running it would tell
-    bound = [each.get_name() for each in top.get_symbols() if each.is_assigned() or each.is_imported()]
+    if any(("*",) in code.co_consts or not ONLY_RUNNING_TELLS.isdisjoint(code.co_names) for code in codes):
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            top = compile(_lasting(ast.parse(source), name), path, "exec", dont_inherit=True)
+    except RecursionError:  # syntax trees may be less deep than what compiles without one
+        return None
+    bound = [*_stored(top, "STORE_NAME"), *(each for code in codes for each in _stored(code, "STORE_GLOBAL"))]
     if name in bound:
         return None
-    return f"no `{name}` in it; it binds {', '.join(bound[:8]) or 'nothing'}"
+    return f"no `{name}` in it; it binds {', '.join(list(dict.fromkeys(bound))[:8]) or 'nothing'}"
+
+
+def _lasting(tree: ast.Module, name: str) -> ast.Module:
+    """What may leave `name` bound: nothing before a `del` of it, and no body that type checkers alone read."""
+    nodes = list(ast.walk(tree))
+    if "TYPE_CHECKING" not in _plain(each for each in nodes if isinstance(getattr(each, "ctx", None), ast.Store)):
+        for node in nodes:
+            match node:
+                case ast.If(test=(ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING")) as test):
+                    node.test = ast.copy_location(ast.Constant(value=False), test)
+    deleted = [n for n, each in enumerate(tree.body) if isinstance(each, ast.Delete) and name in _plain(each.targets)]
+    return ast.Module(body=tree.body[deleted[-1] + 1 :] if deleted else tree.body, type_ignores=[])
+
+
+def _plain(nodes: Iterable[ast.AST]) -> list[str]:
+    return [each.id for each in nodes if isinstance(each, ast.Name)]
+
+
+def _codes(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for each in code.co_consts:
+        if isinstance(each, CodeType):
+            yield from _codes(each)
+
+
+def _stored(code: CodeType, how: str) -> Iterator[str]:
+    return (each.argval for each in dis.get_instructions(code) if each.opname == how)

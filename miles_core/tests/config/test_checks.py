@@ -104,9 +104,8 @@ nosuch = 1 if False else 2  # commented: in a comment only
         (FUNCTIONS, "waits", None),
         (FUNCTIONS, "commented", "no `commented` in it; it binds imported, guarded, waits, nosuch"),
         (FUNCTIONS, "wait", "no `wait` in it"),
-        ("from json import *\n", "whatever", None),
-        ("def __getattr__(name): ...\n", "whatever", None),
         ("def score(job)\n", "score", "SyntaxError: expected ':' (scores.py, line 1)"),
+        ("x = a" + ".b" * 50_000, "score", "RecursionError: maximum recursion depth"),
     ],
 )
 def test_functions_of_the_run_file_are_bound_by_their_files(

@@ -1,0 +1,65 @@
+"""A file that a run-file names is refused before it runs only where its import could not give the function."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from miles_core.errors import PluginError
+from miles_core.registry import load_target
+from miles_core.user_function import function_target
+
+GIVEN = {
+    "globals": "globals()['sco' + 're'] = len\n",
+    "a global statement": "def setup():\n    global score\n    def score(s): ...\nsetup()\n",
+    "a global statement, called after del": "def f():\n    global score\n    score = 1\nscore = 2\ndel score\nf()\n",
+    "a class's global statement": "class A:\n    global score\n    def score(s): ...\n",
+    "exec": "exec('def score(s): ...')\n",
+    "setattr": "import sys\nsetattr(sys.modules[__name__], 'score', len)\n",
+    "its own module": "from sys import modules\nmodules[__name__].score = len\n",
+    "a walrus": "[score := each for each in [len]]\n",
+    "a star import": "from math import *\n",
+    "__getattr__": "def __getattr__(name):\n    if name == 'score':\n        return len\n    raise AttributeError\n",
+    "del, then def": "score = 1\ndel score\ndef score(s): ...\n",
+    "else of TYPE_CHECKING": "import typing\nif typing.TYPE_CHECKING:\n    x = 1\nelse:\n    score = len\n",
+    "a TYPE_CHECKING of its own": "TYPE_CHECKING = True\nif TYPE_CHECKING:\n    score = len\n",
+    "an annotated value": "score: object = len\n",
+    "a match": "match (len,):\n    case (score,): pass\n",
+    "a mark of byte order": "\ufeffdef score(s): ...\n",
+    "a bad escape": "def score(s): return '\\d' is s\n",
+    "deeper than syntax trees": "if not len: pass\n" + "elif not len: pass\n" * 1500 + "score = len\n",
+}
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in GIVEN.items()])
+@pytest.mark.filterwarnings("ignore")
+def test_what_an_import_gives_is_not_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "m.py").write_text(text)
+    name = "sqrt" if "*" in text else "score"
+    assert load_target(function_target("reward", f"m.py:{name}", tmp_path)) is not None
+
+
+NOT_GIVEN = {
+    "an annotation": ("score: object\n", "no `score` in it; it binds nothing"),
+    "for type checkers": ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    score = 1\n", "no `score` in it"),
+    "never run": ("if False:\n    def score(s): ...\n", "no `score` in it"),
+    "deleted": ("score = 1\ndel score\nother = 1\n", "no `score` in it; it binds other"),
+    "a local name": ("def f():\n    score = 1\n", "no `score` in it; it binds f"),
+    "a method": ("class A:\n    def score(s): ...\n", "no `score` in it; it binds A"),
+    "no encoding of text": ("# coding: rot13\nfpber = 1\n", "'rot13' is not a text encoding"),
+    "an unknown encoding": ("# coding: nosuch\nscore = 1\n", "SyntaxError: "),
+    "too deep": ("x = " + "+".join(["1"] * 50_000) + "\nscore = 1\n", "RecursionError: "),
+    "a zero byte": ("score = 1\0", "null bytes"),
+    "return outside a function": ("score = 1\nreturn\n", "SyntaxError: 'return' outside function"),
+}
+
+
+@pytest.mark.parametrize(("text", "found"), [pytest.param(*each, id=name) for name, each in NOT_GIVEN.items()])
+def test_what_no_import_gives_is_refused_with_what_python_says(tmp_path: Path, text: str, found: str) -> None:
+    (tmp_path / "m.py").write_text(text)
+    with pytest.raises(PluginError, match=re.escape(found)):
+        function_target("reward", "m.py:score", tmp_path)
+    with pytest.raises(PluginError):
+        load_target(f"{tmp_path}/m.py:score")
