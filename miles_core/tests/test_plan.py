@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,15 @@ def test_amounts_follow_the_schedule(model: Path) -> None:
     assert made.sampled_tokens_per_step == 7 * 4 * 7
     assert (made.evaluations, made.trajectories_per_evaluation) == (4, 12)  # before the first, 4, 8, 10
     assert made.checkpoints == 4  # 3, 6, 9, 10
+
+
+def test_an_asynchronous_plan_says_what_is_under_way_and_how_old_it_may_grow(model: Path) -> None:
+    schedule = {"mode": "fully-async", "steps": 1, "groups_per_step": 3, "group_size": 3, "max_concurrent_samples": 18}
+    said = render(make_plan(run(model, schedule=schedule), SMALL))
+    assert re.search(r"trajectories in flight +18 +fully-async; trained any number of versions later", said)
+    said = render(make_plan(run(model, schedule={**schedule, "max_weight_staleness": 2}), SMALL))
+    assert "trained at most 2 versions later" in said
+    assert "first wave" not in said
 
 
 def test_without_evaluation_and_interim_checkpoints_there_is_one_save(model: Path) -> None:

@@ -71,8 +71,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amounts:
-    """Derived numbers; none of them is a key of its own in the run-file."""
+    """Numbers of the run, most of them derived from several keys of the run-file."""
 
+    mode: str
+    in_flight: int
+    """Trajectories under way at most."""
+    max_weight_staleness: int | None
     steps: int
     optimizer_steps: int
     """Of the whole run, if no step is skipped."""
@@ -203,6 +207,9 @@ def _amounts(spec: RunSpec) -> Amounts:
     per_step = schedule.groups_per_step * schedule.group_size
     groups_started = math.ceil(schedule.groups_per_step * spec.rollout.over_sample - 1e-9)
     return Amounts(
+        mode=schedule.mode,
+        in_flight=spec.max_in_flight,
+        max_weight_staleness=schedule.max_weight_staleness,
         steps=schedule.steps,
         optimizer_steps=schedule.steps * schedule.minibatches,
         groups_started=groups_started,
@@ -256,7 +263,7 @@ def _element_bytes(model: ModelFolder) -> int:
 
 
 def _rows_per_engine(spec: RunSpec, amounts: Amounts) -> int:
-    at_once = spec.max_in_flight
+    at_once = amounts.in_flight
     if spec.schedule.mode != "fully-async":
         at_once = min(at_once, amounts.groups_started * spec.schedule.group_size)
     return math.ceil(at_once / spec.placement.engines)
@@ -343,13 +350,20 @@ def _amount_rows(a: Amounts) -> list[tuple[str, str, str]]:
     rows = [
         ("steps", f"{a.steps:,}", f"{a.optimizer_steps:,} optimizer steps"),
         ("trajectories a step", f"{a.trajectories_per_step:,}", f"{a.trajectories:,} in all"),
-        ("groups started a step", f"{a.groups_started:,}", "in the first wave"),
+        _under_way(a),
         ("sampled tokens a step", f"{a.sampled_tokens_per_step:,}", "at most, with one completion each"),
         ("checkpoints", f"{a.checkpoints:,}", ""),
     ]
     if a.evaluations:
         rows.append(("evaluations", f"{a.evaluations:,}", f"{a.trajectories_per_evaluation:,} trajectories each"))
     return rows
+
+
+def _under_way(a: Amounts) -> tuple[str, str, str]:
+    if a.mode != "fully-async":
+        return ("groups started a step", f"{a.groups_started:,}", f"in the first wave; {a.mode}")
+    age = "any number of" if a.max_weight_staleness is None else f"at most {a.max_weight_staleness:,}"
+    return ("trajectories in flight", f"{a.in_flight:,}", f"fully-async; trained {age} versions later")
 
 
 def _host_text(host: Host) -> str:

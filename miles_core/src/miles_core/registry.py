@@ -213,7 +213,7 @@ def load_target(target: str) -> Any:
         raise PluginError(
             f"`{target}` cannot be imported: {type(error).__name__}: {error}",
             where=place,
-            do="mend the module, or install what it misses",
+            do="fix the module, or install what it imports",
         ) from error
     for name in attribute.split("."):
         if not hasattr(found, name):

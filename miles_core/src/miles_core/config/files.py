@@ -69,7 +69,10 @@ def _found(id: str, path: str, message: str, do: str) -> Found:
 
 
 def _check_model(path: str, folder: Path) -> Iterator[Found]:
-    do = "give the path of a Hugging Face folder; a relative one starts where you start miles"
+    do = (
+        "give the path of a Hugging Face folder, relative to where you start miles; "
+        "nothing is downloaded from the Hub: `hf download NAME --local-dir FOLDER` does that"
+    )
     if not folder.is_dir():
         reason = "is no folder" if folder.exists() else "does not exist"
         yield _found("MIL701", path, f"{folder} {reason}", do)

@@ -151,6 +151,8 @@ def _problem(
     if kind in ("model_type", "dict_type", "model_attributes_type"):
         short = picks.short_key(where)
         shape = "must be a name, or a mapping with `use`" if short == "use" else "must be a mapping of keys"
+        if _at(raw, inside) is None:
+            shape += "; leave the section out to have its defaults"
         return {"path": path, "value": value, "message": shape}
     if kind in ("literal_error", "enum"):
         return {"path": path, "value": value, **_one_of(_at(raw, inside), context)}
