@@ -94,6 +94,9 @@ def test_layouts_are_held_against_the_model(
         ({"rope_parameters": {"rope_type": "longrope"}}, "rope_type: longrope"),
         ({"rope_scaling": {"type": "longrope"}}, "rope_type: longrope"),
         ({"rope_scaling": {"rope_type": "yarn"}}, None),
+        ({"rope_scaling": {"type": "longrope"}, "rope_parameters": {"rope_type": "default"}}, "rope_type: longrope"),
+        ({"rope_scaling": "text"}, "rope_type: text"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_type: one per layer type"),
     ],
 )
 def test_what_megatron_computes_otherwise_is_refused(

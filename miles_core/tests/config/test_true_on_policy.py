@@ -43,6 +43,7 @@ def test_a_registered_model_is_accepted(workplace: Path, registry: Registry, dty
         ("F32", {"model_type": "llama"}),
         ("F32", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}),
         ("F32", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4}}),
+        ("F32", {"rope_parameters": {"full_attention": {"rope_type": "yarn"}, "rope_theta": 1e4}}),
         ("F32", {"use_sliding_window": True}),
         ("F32", {"attention_bias": True}),
         ("F32", {"hidden_act": "gelu"}),

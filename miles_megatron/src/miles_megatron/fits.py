@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.config.model_folder import EXPERT_COUNTS
 from miles_core.errors import ConfigError
+from miles_core.numerics.profiles import rope_type
 from miles_megatron.options import MegatronOptions
 
 if TYPE_CHECKING:
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 
 ROTATIONS = ("default", "linear", "dynamic", "yarn", "llama3")
 """One table for every length up to the model's limit. That of longrope changes with the longest sequence at hand."""
+NORMALISED_UNSAID = ("deepseek_v3", "glm4_moe")
+"""Whose norm_topk_prob transformers takes for true where config.json leaves it out."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,15 +69,11 @@ def cuts_in(config: Mapping[str, Any]) -> Cuts:
 
 
 def uncomputed(config: Mapping[str, Any]) -> Iterator[str]:
-    """What config.json asks for and Megatron would compute otherwise, each as a sentence.
-
-    The rotation is looked up under the names of older files, too.
-    """
-    if config.get("num_experts_per_tok") == 1 and config.get("norm_topk_prob"):
+    """What config.json asks for and Megatron would compute otherwise, each as a sentence."""
+    norm = config.get("norm_topk_prob", config.get("model_type") in NORMALISED_UNSAID)
+    if config.get("num_experts_per_tok") == 1 and norm:
         yield "norm_topk_prob: true of one expert per token, whose weight Megatron would not make 1"
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = rope.get("rope_type") or rope.get("type") or "default"
-    if kind not in ROTATIONS:
+    if (kind := rope_type(config)) not in ROTATIONS:
         yield f"rope_type: {kind}, where it knows {', '.join(ROTATIONS)}"
 
 

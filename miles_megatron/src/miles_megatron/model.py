@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from miles_core.errors import ConfigError
+from miles_core.numerics.profiles import rope_type
 from miles_megatron.exchange import gather_scored
 from miles_megatron.fits import ROTATIONS
 from miles_megatron.groups import Layout
@@ -130,7 +131,7 @@ def rotation_table(plan: Blueprint) -> tuple[Tensor, float]:
     """
     config = plan.checkpoint_config
     rope = dict(getattr(config, "rope_parameters", None) or {})
-    kind = rope.get("rope_type", "default")
+    kind = rope_type({"rope_parameters": rope})
     if kind not in ROTATIONS:
         raise ConfigError(
             "Megatron does not compute this rotary embedding as its checkpoint does",

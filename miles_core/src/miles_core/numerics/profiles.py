@@ -107,10 +107,8 @@ def find_profile(config: Mapping[str, Any]) -> Profile | str:
 
 def _plain(config: Mapping[str, Any]) -> str | None:
     """What in a config of a registered shape lies outside the proof."""
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type", rope.get("type", "default")) if isinstance(rope, Mapping) else str(rope)
-    if rope_type != "default":
-        return f"its rotary embedding is of type {rope_type}, not default"
+    if (kind := rope_type(config)) != "default":
+        return f"its rotary embedding is of type {kind}, not default"
     if config.get("hidden_act", "silu") != "silu":
         return f"its activation is {config['hidden_act']}, not silu"
     for key in ("attention_bias", "use_sliding_window"):
@@ -119,6 +117,19 @@ def _plain(config: Mapping[str, Any]) -> str | None:
     if config.get("quantization_config"):
         return "it is quantised"
     return None
+
+
+def rope_type(config: Mapping[str, Any]) -> str:
+    """The type of rotary embedding that transformers reads from a config.json, under the names of older files too.
+
+    What is no mapping is returned as it is, so it is no type that anybody knows; so are parameters per layer type.
+    """
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    if not isinstance(rope, Mapping):
+        return str(rope)
+    if any(isinstance(each, Mapping) for each in rope.values()):
+        return "one per layer type"
+    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def listing() -> str:
