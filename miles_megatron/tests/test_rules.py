@@ -69,6 +69,8 @@ CONFIG = {
         ({}, 4, {"tensor_parallel": 4, "sequence_parallel": True}, "2 key-value heads over 4 ranks"),
         ({"kv_lora_rank": 8}, 4, {"tensor_parallel": 4, "sequence_parallel": True}, None),
         ({}, 3, {"pipeline_parallel": 3}, "4 layers over 3 pieces"),
+        ({}, 1, {"recompute": "full", "recompute_layers": 3}, "4 layers of a piece, recomputed 3 at a time"),
+        ({}, 2, {"recompute": "full", "recompute_layers": 2, "pipeline_parallel": 2}, None),
         ({}, 3, {"expert_parallel": 3}, "4 experts over 3 ranks"),
         ({}, 2, {"tensor_parallel": 2}, "experts under tensor parallelism without sequence parallelism"),
         ({}, 8, {"context_parallel": 8}, "4 heads of each rank over 8 ranks"),

@@ -104,6 +104,9 @@ def misfits(cuts: Cuts, options: MegatronOptions) -> Iterator[tuple[str, str]]:
     pieces = options.pipeline_parallel * options.virtual_pipeline
     if cuts.layers % pieces:
         yield "backend.pipeline_parallel", f"{cuts.layers} layers over {pieces} pieces"
+    elif options.recompute == "full" and cuts.layers // pieces % options.recompute_layers:
+        held, each = cuts.layers // pieces, options.recompute_layers
+        yield "backend.recompute_layers", f"{held} layers of a piece, recomputed {each} at a time"
     if options.virtual_pipeline > 1 and options.pipeline_parallel == 1:
         yield "backend.virtual_pipeline", "a virtual pipeline without a pipeline"
     expert, expert_tensor = options.expert_parallel, options.expert_tensor_parallel
