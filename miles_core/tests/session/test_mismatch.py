@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -102,7 +103,13 @@ async def test_the_tokens_contract_reports_shares_of_rows(open_session: Any, eng
     session = open_session()
     await session.complete([U])
     rows = tuple(row.with_reward(1.0) for row in assemble_all(session, prompt_id="p"))
-    metrics = check([Group(prompt=Prompt(id="p", messages=()), trajectories=rows)]).metrics
+    group = Group(prompt=Prompt(id="p", messages=()), trajectories=rows)
+    metrics = check([group]).metrics
+    assert metrics["contract/tokens/mismatch_unknown"] == 0.0
     assert metrics["contract/tokens/mismatch_rate"] == 1.0
     assert metrics["contract/tokens/mismatch/assistant_text"] == 1.0
     assert metrics["contract/tokens/mismatch/non_assistant_text"] == 0.0
+    unknown = tuple(replace(row, metadata={MISMATCH: {"error": "IndexError"}}) for row in rows)
+    metrics = check([replace(group, trajectories=unknown)]).metrics
+    assert metrics["contract/tokens/mismatch_unknown"] == 1.0
+    assert "contract/tokens/mismatch_rate" not in metrics

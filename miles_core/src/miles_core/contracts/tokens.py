@@ -42,12 +42,17 @@ def check(groups: Sequence[Group], batch: TrainBatch | None = None) -> Report:
 
 
 def _mismatches(rows: Sequence[Trajectory]) -> dict[str, float]:
-    """Rows that differ from their canonical rendering, as fractions of those compared; nothing where none was."""
-    compared = [found["kinds"] for row in rows if "kinds" in (found := row.metadata.get(MISMATCH, {}))]
-    if not compared:
+    """Rows that differ from their canonical rendering, as fractions of those compared; nothing where none was tried."""
+    tried = [row.metadata[MISMATCH] for row in rows if MISMATCH in row.metadata]
+    if not tried:
         return {}
+    compared = [found["kinds"] for found in tried if "kinds" in found]
+    uncompared = {"contract/tokens/mismatch_unknown": 1 - len(compared) / len(tried)}
+    if not compared:
+        return uncompared
     shares = {kind: sum(kind in kinds for kinds in compared) / len(compared) for kind in MISMATCH_KINDS}
     return {
+        **uncompared,
         "contract/tokens/mismatch_rate": sum(bool(kinds) for kinds in compared) / len(compared),
         **{f"contract/tokens/mismatch/{kind}": share for kind, share in shares.items()},
     }

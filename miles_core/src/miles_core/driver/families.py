@@ -8,17 +8,30 @@ from miles_core.capability import State
 from miles_core.config.resolve import ResolvedRun
 from miles_core.kinds.tito_family import TitoFamily
 from miles_core.registry import Registry, load_target
-from miles_core.session.factory import choose_family
+from miles_core.session.factory import DEFAULT_FAMILY, choose_family
 from miles_core.tokenizer import ChatTokenizer
 
 
 def pick_family(resolved: ResolvedRun, registry: Registry, *, warn: Callable[[str], None]) -> TitoFamily:
-    """The family that the run-file names, else the installed one that claims the checkpoint; see `claimed_family`."""
+    """The family that the run-file names, else the installed one that claims the checkpoint; see `claimed_family`.
+
+    Args:
+        warn: Also told when the named family does not claim the checkpoint: chats may be written in another model's
+            format, which trains without any error.
+    """
     tokenizer = ChatTokenizer.from_dir(resolved.spec.model.path)
     pick = resolved.one.get("tito_family")
     if pick is None:
         return claimed_family(tokenizer, registry, warn=warn)
-    family: TitoFamily = load_target(pick.capability.load)(pick.options, tokenizer)
+    kind = load_target(pick.capability.load)
+    family: TitoFamily = kind(pick.options, tokenizer)
+    if pick.capability.name != DEFAULT_FAMILY and not kind.claims(tokenizer):
+        name = pick.capability.name
+        warn(
+            f"session.family names {name}, which does not claim {tokenizer.where}: chats may be written in another "
+            f"model's format. `miles tito check --family {name} --tokenizer {tokenizer.where}` tells; without "
+            "session.family the family that claims the checkpoint is taken."
+        )
     return family
 
 

@@ -72,6 +72,9 @@ CONTRACTS = (
     Metric("contract/tokens/sampled_tokens", "tokens", "sampled tokens of the batch"),
     Metric("contract/tokens/trained_tokens", "tokens", "sampled tokens that the loss sees"),
     Metric("contract/tokens/mismatch_rate", "fraction", "rows that differ from their canonical rendering in any way"),
+    Metric(
+        "contract/tokens/mismatch_unknown", "fraction", "rows whose canonical rendering failed; see `miles inspect`"
+    ),
     Metric("contract/tokens/mismatch/{kind}", "fraction", "the same by kind; only assistant_text is expected"),
     Metric("contract/routes/coverage", "fraction", "input tokens with a possible set of experts in every layer"),
     Metric("contract/routes/unrecorded_tokens", "tokens", "input tokens without a record; the trainer's own choice"),
