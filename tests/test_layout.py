@@ -129,6 +129,7 @@ class TestCapabilities:
         for place in KNOWN.values():
             project = tomllib.loads((ROOT / place.folder / "pyproject.toml").read_text())["project"]
             assert project["name"] == place.distribution
+            assert not place.extra or place.extra in project["optional-dependencies"]
 
     def test_all_of_them_pass_the_check_that_other_peoples_must_pass(self):
         registry = discover()

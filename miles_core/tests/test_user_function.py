@@ -42,18 +42,29 @@ def test_what_an_import_gives_is_not_refused(tmp_path: Path, text: str) -> None:
 
 
 NOT_GIVEN = {
-    "an annotation": ("score: object\n", "no `score` in it; it binds nothing"),
-    "for type checkers": ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    score = 1\n", "no `score` in it"),
-    "never run": ("if False:\n    def score(s): ...\n", "no `score` in it"),
-    "deleted": ("score = 1\ndel score\nother = 1\n", "no `score` in it; it binds other"),
-    "a local name": ("def f():\n    score = 1\n", "no `score` in it; it binds f"),
-    "a method": ("class A:\n    def score(s): ...\n", "no `score` in it; it binds A"),
+    "an annotation": ("score: object\n", "no `score` in it; it defines no function"),
+    "a local name": ("def f():\n    score = 1\n", "no `score` in it; it defines f"),
     "no encoding of text": ("# coding: rot13\nfpber = 1\n", "'rot13' is not a text encoding"),
     "an unknown encoding": ("# coding: nosuch\nscore = 1\n", "SyntaxError: "),
     "too deep": ("x = " + "+".join(["1"] * 50_000) + "\nscore = 1\n", "RecursionError: "),
     "a zero byte": ("score = 1\0", "null bytes"),
     "return outside a function": ("score = 1\nreturn\n", "SyntaxError: 'return' outside function"),
 }
+
+
+LATER = {
+    "never run": "if False:\n    def score(s): ...\n",
+    "for type checkers": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    score = 1\n",
+    "deleted": "score = 1\ndel score\n",
+    "a method": "class A:\n    def score(s): ...\n",
+}
+
+
+@pytest.mark.parametrize("text", [pytest.param(text, id=name) for name, text in LATER.items()])
+def test_what_only_the_import_finds_missing_is_refused_by_it(tmp_path: Path, text: str) -> None:
+    (tmp_path / "m.py").write_text(text)
+    with pytest.raises(PluginError, match="score"):
+        load_target(function_target("reward", "m.py:score", tmp_path))
 
 
 @pytest.mark.parametrize(("text", "found"), [pytest.param(*each, id=name) for name, each in NOT_GIVEN.items()])

@@ -12,6 +12,13 @@ class Home:
     distribution: str
     folder: str
     """In the Miles repository. Until the distributions are published, a bare name must never be given to pip."""
+    extra: str = ""
+    """What the capability cannot do without, in the distribution's optional dependencies."""
+
+    @property
+    def target(self) -> str:
+        """For `pip install`."""
+        return f"'./{self.folder}[{self.extra}]'" if self.extra else f"./{self.folder}"
 
 
 _FSDP = Home("miles-fsdp", "miles_fsdp")
@@ -19,7 +26,7 @@ _MEGATRON = Home("miles-megatron", "miles_megatron")
 _LOCAL = Home("miles-local", "plugins/miles-local")
 _SGLANG = Home("miles-sglang", "plugins/miles-sglang")
 _TRANSPORTS = Home("miles-transports", "miles_transports")
-_RAY = Home("miles-ray", "plugins/miles-ray")
+_RAY = Home("miles-ray", "plugins/miles-ray", "ray")
 _CHATML = Home("miles-tito-chatml", "plugins/miles-tito-chatml")
 _QWEN = Home("miles-tito-qwen", "plugins/miles-tito-qwen")
 _GLM = Home("miles-tito-glm", "plugins/miles-tito-glm")
@@ -30,7 +37,7 @@ _NEMOTRON = Home("miles-tito-nemotron", "plugins/miles-tito-nemotron")
 _GPT_OSS = Home("miles-tito-gpt-oss", "plugins/miles-tito-gpt-oss")
 _LLAMA = Home("miles-tito-llama", "plugins/miles-tito-llama")
 _REASONING_GYM = Home("miles-env-reasoning-gym", "plugins/miles-env-reasoning-gym")
-_WANDB = Home("miles-wandb", "plugins/miles-wandb")
+_WANDB = Home("miles-wandb", "plugins/miles-wandb", "wandb")
 
 KNOWN: dict[tuple[str, str], Home] = {
     ("backend", "fsdp"): _FSDP,

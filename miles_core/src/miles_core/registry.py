@@ -147,7 +147,7 @@ class Registry:
                 do=plugin.do,
             )
         if place:
-            do = f"`{name}` is in {place.distribution}: pip install ./{place.folder} from the Miles repository"
+            do = f"`{name}` is in {place.distribution}: pip install {place.target} from the Miles repository"
         else:
             do = _did_you_mean(name, usable) or f"miles plugins list shows every {kind} there is"
         unloaded = ", ".join(f"{each.owner} ({each.state})" for each in failed.values())

@@ -102,7 +102,7 @@ nosuch = 1 if False else 2  # commented: in a comment only
         (FUNCTIONS, "imported", None),
         (FUNCTIONS, "guarded", None),
         (FUNCTIONS, "waits", None),
-        (FUNCTIONS, "commented", "no `commented` in it; it binds imported, guarded, waits, nosuch"),
+        (FUNCTIONS, "commented", "no `commented` in it; it defines guarded, waits"),
         (FUNCTIONS, "wait", "no `wait` in it"),
         ("def score(job)\n", "score", "SyntaxError: expected ':' (scores.py, line 1)"),
         ("x = a" + ".b" * 50_000, "score", "RecursionError: maximum recursion depth"),
