@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -213,6 +214,7 @@ def test_the_command_says_it_in_words_and_in_json_and_by_its_exit_code(tmp_path:
     write_run(tmp_path / "ill", drift(0.05))
     write_run(tmp_path / "well", noise(1e-6))
     ill = CliRunner().invoke(main, ["doctor", str(tmp_path / "ill")])
+    assert re.match(r"Read \d+ of \d+ steps\.", ill.output)
     assert ill.exit_code == 1
     assert "versions: broken since step 2 (weights not delivered)" in ill.output
     assert "try       set weights.verify: always" in ill.output

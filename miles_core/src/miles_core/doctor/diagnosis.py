@@ -40,6 +40,9 @@ class Diagnosis:
     """(contract, its figures on the last step)"""
     blind: tuple[str, ...]
     """What this run does not record, so that nothing can be said of it."""
+    steps: int
+    """Recorded; the diagnosis is of these."""
+    planned: int
     state: str | None = None
     """Of an asynchronous run: which side waits for which, in words."""
 
@@ -60,7 +63,14 @@ def diagnose(record: RunRecord) -> Diagnosis:
     readings = tuple((name, record.reading(name, last)) for name in CONTRACTS)
     found = verdict_of_steps(record.metrics, record.timings)
     state = None if found is None else f"{found.verdict}: {found.sentence}"
-    return Diagnosis(findings=tuple(findings), readings=readings, blind=_blind(evidence), state=state)
+    return Diagnosis(
+        findings=tuple(findings),
+        readings=readings,
+        blind=_blind(evidence),
+        steps=record.steps,
+        planned=int(record.config.get("schedule", {}).get("steps", record.steps)),
+        state=state,
+    )
 
 
 def _blind(evidence: Evidence) -> tuple[str, ...]:
