@@ -57,6 +57,14 @@ def test_neighbouring_buckets_could_not_have_been_one(sizes: dict[str, int], lim
         assert sum(sizes[name] for name in (*left, *first_group)) > limit
 
 
+def test_a_tree_of_many_thousands_of_tensors_keeps_the_bound() -> None:
+    parts = itertools.product(range(60), range(128), ("gate_proj", "up_proj", "down_proj"))
+    sizes = {f"model.layers.{layer}.mlp.experts.{expert}.{part}.weight": 4_000_000 for layer, expert, part in parts}
+    plan = plan_buckets(sizes, 512 * 2**20)
+    assert [name for bucket in plan for name in bucket] == list(sizes)
+    assert {len(bucket) for bucket in plan[:-1]} <= {132, 133, 134}  # full but for one group of two
+
+
 @pytest.mark.parametrize(
     ("names", "together"),
     [

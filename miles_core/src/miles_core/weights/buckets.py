@@ -1,14 +1,15 @@
 """Which tensors of a weight version travel together: bounded buckets that never split a fused group.
 
 Engines fuse some tensors into one (q, k, v; gate and up). A receiver that gets half of such a group must hold it back
-or load a mixture, so the whole group goes into one bucket. Planning is pure and sees names and sizes only, so that
-every rank of a trainer derives the same plan and tensors are gathered one at a time.
+or load a mixture, so the whole group goes into one bucket. Planning is pure and sees the names and sizes of whole
+tensors only. So every rank of a trainer derives the same plan, tensors are gathered one at a time, and the bound is on
+what travels: 512 MiB of experts on each of 8 expert-parallel ranks would be 4 GiB once gathered.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from miles_core.errors import ConfigError
@@ -16,9 +17,6 @@ from miles_core.types import NamedTensor, WeightBucket
 
 if TYPE_CHECKING:
     import torch
-
-DEFAULT_BUCKET_BYTES = 512 * 2**20
-"""Large enough that a collective's start-up cost vanishes, small enough that two of them fit beside a model."""
 
 BucketPlan = tuple[tuple[str, ...], ...]
 """Names of each bucket, in sending order."""
@@ -30,7 +28,6 @@ _FUSED = (
     (re.compile(r"\.(?:gate|up)_proj\."), ".gate_up_proj."),
     (re.compile(r"\.w[13]\."), ".w13."),
 )
-_EXPERT = re.compile(r"\.experts\.\d+\.")
 _LEAF = re.compile(r"\.[^.]+$")
 
 
@@ -51,17 +48,14 @@ def plan_buckets(
     sizes: Mapping[str, int],
     bucket_bytes: int,
     group_of: Callable[[str], str] = fused_group,
-    *,
-    gather_degree: int = 1,
 ) -> BucketPlan:
     """Place every tensor in exactly one bucket.
 
     Args:
-        sizes: Bytes of each tensor, in sending order. Members of a group move to where its first one is.
+        sizes: Bytes of each whole tensor, gathered from the ranks that share it, in sending order. Members of a group
+            move to where its first one is.
         bucket_bytes: Bytes of one bucket at most. A group above it has a bucket of its own.
         group_of: Key of the group that a name belongs to.
-        gather_degree: Ranks whose buckets are gathered into one before it is sent. The bound is on what travels: with
-            8 expert-parallel ranks a bucket of 512 MiB on each would become one of 4 GiB.
 
     Returns:
         The names of each bucket; a function of the arguments alone. Empty for no tensors.
@@ -78,7 +72,7 @@ def plan_buckets(
     current: list[str] = []
     used = 0
     for names in groups.values():
-        needed = gather_degree * sum(sizes[name] for name in names)
+        needed = sum(sizes[name] for name in names)
         if current and used + needed > bucket_bytes:
             plan.append(tuple(current))
             current, used = [], 0
@@ -87,48 +81,6 @@ def plan_buckets(
     if current:
         plan.append(tuple(current))
     return tuple(plan)
-
-
-def is_expert(name: str) -> bool:
-    """Whether a tensor belongs to one routed expert, and so lies on one expert-parallel rank only. Shared experts do
-    not."""
-    return _EXPERT.search(name) is not None
-
-
-def plan_passes(
-    sizes: Mapping[str, int],
-    bucket_bytes: int,
-    *,
-    expert_parallel: int = 1,
-    group_of: Callable[[str], str] = fused_group,
-) -> tuple[BucketPlan, BucketPlan]:
-    """Plan what a rank holds in two passes: all that every expert-parallel rank has, then the experts of its own.
-
-    The passes are gathered over different groups of ranks. Experts' names are the rank's own; the ranks of an
-    expert-parallel group hold equally many of equal size, so that their plans match bucket by bucket.
-
-    Args:
-        sizes: Bytes of each tensor on this rank, in sending order.
-        bucket_bytes: Bytes of one bucket at most, after the gather.
-        expert_parallel: Ranks over which the experts are spread.
-    """
-    shared = {name: size for name, size in sizes.items() if not is_expert(name)}
-    experts = {name: size for name, size in sizes.items() if is_expert(name)}
-    return (
-        plan_buckets(shared, bucket_bytes, group_of),
-        plan_buckets(experts, bucket_bytes, group_of, gather_degree=expert_parallel),
-    )
-
-
-def assign_senders(stages: Sequence[Iterable[str]]) -> tuple[tuple[str, ...], ...]:
-    """Which names each pipeline stage sends: all it holds, except what an earlier stage holds too (tied embeddings)."""
-    sent: set[str] = set()
-    shares = []
-    for names in stages:
-        share = tuple(name for name in dict.fromkeys(names) if name not in sent)
-        sent.update(share)
-        shares.append(share)
-    return tuple(shares)
 
 
 def fill_buckets(plan: BucketPlan, fetch: Callable[[str], torch.Tensor], version: int) -> Iterator[WeightBucket]:
