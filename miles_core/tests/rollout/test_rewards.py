@@ -242,7 +242,6 @@ async def test_workers_die_with_their_driver(tmp_path: Path) -> None:
     script = f"""
 import asyncio
 from miles_core.kinds.reward import Scored
-from miles_core.rollout.reward_process import RewardProcess
 from miles_core.rollout.rewards import RewardPool, RewardSpec
 from miles_core.types import Prompt
 
