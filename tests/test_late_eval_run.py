@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-import time
 from typing import TYPE_CHECKING
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from miles_core.report.html import summary
 from miles_core.report.load import load_run
 from miles_core.testing.preloaded import environment
+from miles_core.testing.waiting import wait_until
 from miles_core.tracking.names import is_clock, undeclared
 
 if TYPE_CHECKING:
@@ -99,11 +99,7 @@ def test_a_killed_run_takes_up_the_evaluations_that_were_open(workspace: Workspa
     }
     snapshots = workspace.directory() / "snapshots"
     with subprocess.Popen(workspace.command(overrides=overrides), env=environment()) as run:
-        deadline = time.monotonic() + 120
-        while [line["step"] for line in workspace.lines()][-1:] != [4]:
-            assert run.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: [line["step"] for line in workspace.lines()][-1:] == [4], run, lambda: "step 4 was not done")
         run.kill()
     assert sorted(folder.name for folder in snapshots.iterdir()) == ["step_000000", "step_000002", "step_000004"]
     assert workspace.lines("evals.jsonl") == []

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from miles_core.testing.preloaded import environment
+from miles_core.testing.waiting import wait_until
 from miles_core.tracking.names import is_clock, undeclared
 
 if TYPE_CHECKING:
@@ -82,7 +81,6 @@ def test_weights_are_proven_equal_when_asked(workspace: Workspace) -> None:
 
 HOLDING = """
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 def score(scored):
@@ -103,21 +101,13 @@ def test_ctrl_c_once_saves_and_twice_stops_now(workspace: Workspace, signals: in
         output.open("w") as file,
         subprocess.Popen(workspace.command(overrides=long), stdout=file, stderr=file, env=environment()) as run,
     ):
-
-        def wait_until(holds: Callable[[], bool]) -> None:
-            deadline = time.monotonic() + 240
-            while not holds():
-                assert run.poll() is None, output.read_text()
-                assert time.monotonic() < deadline, output.read_text()
-                time.sleep(0.05)
-
-        wait_until(lambda: len(workspace.lines()) >= 2)
+        wait_until(lambda: len(workspace.lines()) >= 2, run, output.read_text)
         if signals == 2:
             hold.touch()
-            wait_until((workspace.folder / "held").exists)
+            wait_until((workspace.folder / "held").exists, run, output.read_text)
         run.send_signal(signal.SIGINT)
         if signals == 2:
-            wait_until(lambda: "finished and saved first" in output.read_text())
+            wait_until(lambda: "finished and saved first" in output.read_text(), run, output.read_text)
             run.send_signal(signal.SIGINT)  # the step would never end
         run.wait(timeout=240)
     assert run.returncode == 130, output.read_text()

@@ -17,6 +17,7 @@ from miles_core.session.pool import EnginePool
 from miles_core.testing.executor import generate_request
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
 from miles_core.testing.virtual_time import in_virtual_time
+from miles_core.testing.waiting import until
 from miles_core.types import NamedTensor
 from miles_core.weights.digests import manifest
 from miles_core.weights.fleet import Fleet
@@ -111,8 +112,7 @@ async def test_a_lost_engine_is_replaced_with_the_published_version_while_work_w
     run.pool.lose(1, "its process ended")
 
     async def work() -> str:
-        while run.pool.lost():  # noqa: ASYNC110 - looks from outside
-            await asyncio.sleep(0.001)
+        await until(lambda: not run.pool.lost())
         return "done"
 
     assert await asyncio.wait_for(recovery.attend(run, work()), 5) == "done"
@@ -311,8 +311,7 @@ async def test_one_that_cannot_start_does_not_end_the_run_while_another_still_do
     for index in (0, 1):
         run.pool.lose(index, "gone")
     recovering = asyncio.create_task(recovery.recover(run))
-    while not any("could not be replaced" in text for text in run.said):  # noqa: ASYNC110 - looks from outside
-        await asyncio.sleep(0.001)
+    await until(lambda: any("could not be replaced" in text for text in run.said))
     started.set()
     await asyncio.wait_for(recovering, 5)
     assert run.pool.serving() == {1}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import sys
@@ -26,6 +25,7 @@ from miles_core.session.factory import SessionFactory
 from miles_core.session.matching import strict
 from miles_core.testing.served_script import scripted_engine
 from miles_core.testing.tiny import write_tiny_tokenizer
+from miles_core.testing.waiting import until
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import Boundary, Message, Prompt, SamplingParams, Status, Trajectory
 
@@ -136,12 +136,10 @@ time.sleep(600)
             break
     pid = int((tmp_path / "pid").read_text())
     try:
-        async with asyncio.timeout(60):
-            while running(pid):  # noqa: ASYNC110 - a test looks from outside
-                await asyncio.sleep(0.02)
-    except TimeoutError:
+        await until(lambda: not running(pid), "that the child ends with its episode")
+    except AssertionError:
         os.kill(pid, 9)
-        raise AssertionError("the child outlived its episode") from None
+        raise
 
 
 def running(pid: int) -> bool:

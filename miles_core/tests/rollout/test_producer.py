@@ -31,6 +31,7 @@ from miles_core.rollout.rewards import RewardPool
 from miles_core.rollout.scheduler import GroupFilter, first_error
 from miles_core.testing.scripted_session import ScriptedSessions, assemble_scripted
 from miles_core.testing.virtual_time import in_virtual_time, run_virtual
+from miles_core.testing.waiting import until
 from miles_core.types import Group, Message, Prompt, Status, Trajectory
 
 Wait = Callable[[Prompt, int], float]
@@ -104,10 +105,8 @@ async def running(producer: Producer) -> AsyncIterator[asyncio.Task[None]]:
         await producer.drain(task, 0.0)
 
 
-async def until_full(producer: Producer) -> None:
-    async with asyncio.timeout(5):
-        while len(producer.ledger.numbers(Fate.QUEUED)) < 4:  # noqa: ASYNC110 - a test looks from outside
-            await asyncio.sleep(0.001)
+async def until_queued(producer: Producer, groups: int) -> None:
+    await until(lambda: len(producer.ledger.numbers(Fate.QUEUED)) >= groups, deadline_s=5)
 
 
 def uneven(prompt: Prompt, number: int) -> float:
@@ -137,7 +136,7 @@ async def test_groups_come_whole_and_a_full_buffer_stops_the_start_of_more() -> 
     bench = Bench()
     producer = bench.producer()
     async with running(producer):
-        await until_full(producer)
+        await until_queued(producer, 4)
         await asyncio.sleep(0.02)
         started = bench.environment.started
         await asyncio.sleep(0.02)
@@ -154,7 +153,7 @@ async def test_a_group_over_the_limit_when_it_would_be_trained_is_rejected_and_i
     bench = Bench(max_weight_staleness=1, unused="retry")
     producer = bench.producer()
     async with running(producer):
-        await until_full(producer)
+        await until_queued(producer, 4)
         bench.version = 1
         producer.trained(await producer.take(1))
         bench.version = 2
@@ -229,9 +228,7 @@ async def test_with_a_limit_of_zero_discarded_groups_make_room_for_fresh_ones(un
     producer = bench.producer()
     async with running(producer):
         for _ in range(4):
-            async with asyncio.timeout(5):
-                while len(producer.ledger.numbers(Fate.QUEUED)) < 2 * interval:  # noqa: ASYNC110 - a test looks from outside
-                    await asyncio.sleep(0.001)
+            await until_queued(producer, 2 * interval)
             bench.version += 1  # as an evaluation makes it happen ahead of the interval: all that waits is too old now
             producer.published()
             taken = await asyncio.wait_for(producer.take(2), 5)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from miles_core.errors import PluginError, RewardError
 from miles_core.kinds.reward import Scored
 from miles_core.rollout.reward_process import RewardProcess
 from miles_core.rollout.rewards import RewardPool, RewardSpec, RewardTimeout
+from miles_core.testing.waiting import until
 from miles_core.types import Message, Prompt
 
 GRADERS = Path(__file__).with_name("graders.py")
@@ -40,12 +41,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:
         return False
-
-
-async def until(holds: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not holds():  # noqa: ASYNC110 - a test looks from outside
-            await asyncio.sleep(0.01)
 
 
 async def test_rewards_are_weighted_summed_and_their_parts_kept() -> None:

@@ -16,6 +16,7 @@ from miles_core.errors import EngineError
 from miles_core.kinds.engine import EngineContext, GenerateRequest
 from miles_core.testing.engine_oracle import Feed, answers, ask, collect, greedy, publish
 from miles_core.testing.tiny import make_tiny_model
+from miles_core.testing.waiting import until
 from miles_local.engine import LocalEngine
 from miles_local.model import LocalModel, Sampled
 from miles_local.options import LocalOptions
@@ -169,9 +170,7 @@ async def test_who_waits_is_named_while_paused(model: Path) -> None:
     async with serving(model) as engine:
         await engine.pause()
         task = asyncio.create_task(answers(engine, [ask(PROMPT, name="r17", max_tokens=1)]))
-        async with asyncio.timeout(60):
-            while "engine local 0 waits for resume" not in watch.describe():  # noqa: ASYNC110 - looks from outside
-                await asyncio.sleep(0.01)
+        await until(lambda: "engine local 0 waits for resume" in watch.describe())
         assert "request r17 waits for engine local 0" in watch.describe()
         await engine.resume()
         await task

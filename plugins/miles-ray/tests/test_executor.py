@@ -18,6 +18,7 @@ from miles_core.kinds.engine import Chunk, Engine
 from miles_core.kinds.executor import Executor
 from miles_core.testing.executor import ExecutorConformance, engine_spec, generate_request, tiny_batch, trainer_spec
 from miles_core.testing.recording import RecordingOptions, example_weights
+from miles_core.testing.waiting import until
 from miles_core.weights.digests import digest_tensor
 from miles_core.weights.equality import check_weight_update_equal
 from miles_core.weights.lifecycle import publish
@@ -175,8 +176,4 @@ async def test_a_cluster_without_room_is_an_error_that_says_what_is_free() -> No
 
 async def gone(pids: Iterable[int]) -> None:
     """Every process ends soon after `close`."""
-    for _ in range(600):
-        if not any(Path(f"/proc/{pid}").exists() for pid in pids):
-            return
-        await asyncio.sleep(0.1)
-    raise AssertionError(f"close left processes behind: {[pid for pid in pids if Path(f'/proc/{pid}').exists()]}")
+    await until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), f"the end of {pids} after close")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from miles_core.session.matching import strict
 from miles_core.session.serving.runner import listening
 from miles_core.session.serving.settings import ServerSettings
 from miles_core.session.serving.store import SessionStore
+from miles_core.testing.waiting import until
 from miles_core.tokenizer import ChatTokenizer
 from miles_core.types import SamplingParams
 
@@ -40,11 +40,7 @@ class Served:
     async def idle(self, key: str) -> None:
         """Wait until no request uses the session."""
         entry = self.store.get(key)
-        for _ in range(6000):
-            if not entry.running and not entry.users:
-                return
-            await asyncio.sleep(0.01)
-        raise AssertionError("the session is still in use")
+        await until(lambda: not entry.running and not entry.users, "that nobody uses the session")
 
     async def samples(self, key: str, **fields: Any) -> list[dict[str, Any]]:
         found = await self.http.post(f"/sessions/{key}/samples", json=fields)

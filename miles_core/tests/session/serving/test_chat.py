@@ -10,6 +10,7 @@ import pytest
 
 from miles_core.session.serving.records import unpacked
 from miles_core.testing.tiny import IM_END
+from miles_core.testing.waiting import until
 from miles_core.tokenizer import ChatTokenizer
 
 TOOL: dict[str, Any] = {
@@ -123,8 +124,7 @@ async def test_a_client_that_leaves_a_whole_answer_frees_the_engine(serve: Any, 
     async with serve() as served:
         key = await served.create()
         asking = asyncio.create_task(served.chat(key, [U]))
-        while not engine.requests:  # noqa: ASYNC110 - a test looks from outside
-            await asyncio.sleep(0.01)
+        await until(lambda: engine.requests)
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         await served.idle(key)

@@ -4,21 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 
+from miles_core.testing.waiting import until
+
 U = {"role": "user", "content": "hello"}
 OK = {"role": "assistant", "content": "ok"}
-
-
-async def until(holds: Callable[[], object]) -> None:
-    for _ in range(6000):
-        if holds():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("it never came to that")
 
 
 def called(name: str, arguments: str) -> str:

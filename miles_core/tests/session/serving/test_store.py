@@ -11,6 +11,7 @@ import pytest
 
 from miles_core.errors import EngineError
 from miles_core.session.matching import role_content_only, strict, warning_of
+from miles_core.testing.waiting import until
 
 U = {"role": "user", "content": "hello"}
 OK = {"role": "assistant", "content": "ok"}
@@ -24,11 +25,7 @@ class Clock:
 
 
 async def started(engine: Any, count: int) -> None:
-    for _ in range(6000):
-        if len(engine.requests) >= count:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("the engine was not asked")
+    await until(lambda: len(engine.requests) >= count, "a request to the engine")
 
 
 async def test_a_double_submit_to_a_linear_session_is_a_conflict_and_hurts_nobody(serve: Any, engine: Any) -> None:
