@@ -111,5 +111,5 @@ def test_a_full_disk_is_a_checkpoint_error_that_leaves_no_manifest(
     monkeypatch.setattr(checkpoint, "_write_manifest", full)
     with pytest.raises(CheckpointError, match="No space left"):
         checkpoint.save(tmp_path, state(), updates=1)
-    with pytest.raises(CheckpointError, match="half written"):
+    with pytest.raises(CheckpointError, match="half-written"):
         checkpoint.load(tmp_path, state())

@@ -120,6 +120,17 @@ class TrainerLost(RunError):
     """A trainer rank is gone; the run can go back to its last checkpoint."""
 
 
+def damaged_checkpoint(folder: object, *, expected: str, found: str) -> CheckpointError:
+    """The error for a checkpoint, or a part of one in `folder`, that is not what was saved."""
+    return CheckpointError(
+        "the checkpoint is damaged or half-written",
+        expected=expected,
+        found=found,
+        where=str(folder),
+        do="restore what is missing or changed, or resume from an older checkpoint",
+    )
+
+
 def trainer_lost(error: BaseException | None) -> TrainerLost | None:
     """The loss of a trainer rank among an error and its causes, or None."""
     while error is not None and not isinstance(error, TrainerLost):

@@ -139,7 +139,7 @@ def test_every_field_of_a_trajectory_is_written() -> None:
 def test_damaged_groups_are_refused(tmp_path: Path) -> None:
     group_file.write(tmp_path, [finished_group(0)])
     (tmp_path / "groups.npz").write_bytes(b"half")
-    with pytest.raises(CheckpointError, match="cannot be read"):
+    with pytest.raises(CheckpointError, match="groups that can be read"):
         group_file.read(tmp_path, lambda _: Prompt(id="p", messages=(Message(role="user"),)))
 
 

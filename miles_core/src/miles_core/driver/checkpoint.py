@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import CheckpointError
+from miles_core.errors import CheckpointError, damaged_checkpoint
 from miles_core.weights.digests import digest_file
 
 FORMAT = 1
@@ -91,7 +91,7 @@ def newest(root: Path) -> tuple[Checkpoint | None, list[str]]:
         try:
             return load(path), passed_over
         except CheckpointError as error:
-            passed_over.append(f"{path.name}: {error.message}")
+            passed_over.append(f"{path.name}: {error.message} ({error.found})")
     return None, passed_over
 
 
@@ -102,33 +102,22 @@ def load(path: Path) -> Checkpoint:
         CheckpointError: a file is missing, of another size, damaged, or of a newer format.
     """
     if path.name.endswith(".partial"):
-        raise CheckpointError("half-written checkpoint", where=str(path), do="use an older one")
+        raise damaged_checkpoint(path, expected="a folder that was renamed when it was complete", found=path.name)
     try:
         manifest = json.loads((path / "manifest.json").read_text())
         files, digests = manifest["files"], manifest["digests"]
         driver = json.loads((path / "driver.json").read_text())
     except (OSError, ValueError, KeyError) as error:
-        raise CheckpointError(
-            f"unreadable checkpoint ({type(error).__name__}: {error})", where=str(path), do="use an older one"
-        ) from error
-    found = _sizes(path)
+        found = f"{type(error).__name__}: {error}"
+        raise damaged_checkpoint(path, expected="manifest.json and driver.json", found=found) from error
+    sizes = _sizes(path)
     for name, size in files.items():
-        if found.get(name) != size:
-            raise CheckpointError(
-                "damaged checkpoint",
-                expected=f"{name} with {size} bytes",
-                found="no such file" if name not in found else f"{found[name]} bytes",
-                where=str(path),
-                do="use an older one, or restore the file",
-            )
+        if sizes.get(name) != size:
+            has = f"{name} has {sizes[name]} bytes" if name in sizes else f"no {name}"
+            raise damaged_checkpoint(path, expected=f"{name} with {size} bytes", found=has)
     if changed := [name for name, digest in _digests(path).items() if digests.get(name) != digest]:
-        raise CheckpointError(
-            "damaged checkpoint",
-            expected="the bytes that were saved",
-            found=f"other bytes in {', '.join(changed)}",
-            where=str(path),
-            do="use an older one, or restore the file",
-        )
+        found = f"other bytes in {', '.join(changed)}"
+        raise damaged_checkpoint(path, expected="the bytes that were saved", found=found)
     if driver["format"] != FORMAT:
         raise CheckpointError(
             "checkpoint of another format", expected=str(FORMAT), found=str(driver["format"]), where=str(path)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from miles_core.errors import CheckpointError
+from miles_core.errors import damaged_checkpoint
 from miles_core.kinds.data_buffer import FinishedGroup
 from miles_core.types import Boundary, Failure, Group, Message, Prompt, Status, TokenSpan, ToolCall, Trajectory
 
@@ -53,11 +53,8 @@ def read(folder: Path, prompt_of: Callable[[str], Prompt]) -> list[FinishedGroup
                 rows = tuple(_trajectory(row, arrays) for row in record["trajectories"])
                 groups.append(FinishedGroup(number=record["number"], group=Group(prompt=prompt, trajectories=rows)))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"the saved groups cannot be read ({type(error).__name__}: {error})",
-            where=str(folder),
-            do="resume from an older checkpoint",
-        ) from error
+        found = f"{type(error).__name__}: {error}"
+        raise damaged_checkpoint(folder, expected="groups that can be read", found=found) from error
     return groups
 
 

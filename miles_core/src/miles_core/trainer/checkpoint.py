@@ -30,7 +30,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from miles_core.errors import CheckpointError
+from miles_core.errors import CheckpointError, damaged_checkpoint
 from miles_core.weights.digests import digest_file
 
 FORMAT = 2
@@ -94,13 +94,8 @@ def load(directory: Path, tensors: Mapping[str, Tensor], *, described: Mapping[s
         with _one_process_is_meant():
             dcp_load(dict(tensors), storage_reader=_Reader(directory), no_dist=not dist.is_initialized())
     except (OSError, CheckpointException, pickle.UnpicklingError, RuntimeError, ValueError, EOFError) as error:
-        raise CheckpointError(
-            "the checkpoint is damaged",
-            expected="readable tensors of this model",
-            found=_cause(error),
-            where=str(directory),
-            do="resume from an older checkpoint",
-        ) from error
+        expected = "readable tensors of this model"
+        raise damaged_checkpoint(directory, expected=expected, found=_cause(error)) from error
     return int(manifest["updates"])
 
 
@@ -127,13 +122,8 @@ def _check_digests(directory: Path, files: Mapping[str, Any]) -> None:
     mine = [name for name in share if digest_file(directory / Path(name).name) != files[name][1]]
     damaged = [name for part in _gathered(mine) for name in part]
     if damaged:
-        raise CheckpointError(
-            "the checkpoint is damaged",
-            expected="the bytes that were saved",
-            found=f"other bytes in {', '.join(damaged)}",
-            where=str(directory),
-            do="restore the file, or remove this checkpoint and resume from an older one",
-        )
+        found = f"other bytes in {', '.join(damaged)}"
+        raise damaged_checkpoint(directory, expected="the bytes that were saved", found=found)
 
 
 def _gathered(mine: Part) -> list[Part]:
@@ -163,13 +153,8 @@ def _write_manifest(
 
 def _read_manifest(directory: Path) -> dict[str, Any]:
     def refuse(found: str) -> CheckpointError:
-        return CheckpointError(
-            "the checkpoint is absent or half written",
-            expected=f"a folder that `save` finished, with {MANIFEST} (format {FORMAT}) and every file it lists",
-            found=found,
-            where=str(directory),
-            do="resume from an older checkpoint",
-        )
+        expected = f"a folder that `save` finished, with {MANIFEST} (format {FORMAT}) and every file it lists"
+        return damaged_checkpoint(directory, expected=expected, found=found)
 
     try:
         manifest: dict[str, Any] = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
