@@ -75,6 +75,7 @@ CHAOS: dict[str, Any] = {
     "weights.timeout_s": 30,
     "eval.every_steps": 1000,
     "checkpoint.every_steps": 2,
+    "rollout.engine_restarts": 1000,
     "checkpoint.restarts": 1000,
 }
 

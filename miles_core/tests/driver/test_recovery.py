@@ -13,6 +13,7 @@ from miles_core.driver import recovery
 from miles_core.errors import EngineError, EngineLost, RunError, TrainerLost, TransportError
 from miles_core.kinds.engine import EngineContext
 from miles_core.kinds.transport import Staged
+from miles_core.restarts import RestartBudget
 from miles_core.session.pool import EnginePool
 from miles_core.testing.executor import generate_request
 from miles_core.testing.recording import RecordingEngine, RecordingOptions, example_weights
@@ -64,13 +65,16 @@ class Place:
         self.version, self.published_step, self.trained_step, self.publishing = -1, -1, 0, False
         self.not_before: dict[int, float] = {}
         self.restarts: dict[int, asyncio.Task[Any]] = {}
+        self.replaced: dict[int, RestartBudget] = {}
         self.executor = SimpleNamespace(restart_engine=self._restart, describe=self._describe)
         self.recorder = SimpleNamespace(
             alarm=lambda step, text: self.said.append(text), event=lambda kind, **facts: self.said.append(kind)
         )
         self.spec = SimpleNamespace(
             schedule=SimpleNamespace(on_weight_update="retract"),
-            rollout=SimpleNamespace(health_interval_s=0.01, health_timeout_s=0.2),
+            rollout=SimpleNamespace(
+                health_interval_s=0.01, health_timeout_s=0.2, engine_restarts=3, engine_restarts_within_s=3600.0
+            ),
         )
 
     async def start(self, count: int = 2) -> Any:
@@ -258,6 +262,36 @@ async def test_a_place_that_cannot_be_filled_is_left_alone_for_a_while_unless_no
     while run.pool.lost():
         await recover(run)
     assert run.pool.serving() == {0, 1}
+
+
+@in_virtual_time
+async def test_an_engine_that_dies_again_and_again_stays_out_until_the_window_has_passed() -> None:
+    run, now = await Place().start(), 0.0
+    run.replaced = {index: RestartBudget(2, 3600.0, clock=lambda: now) for index in (0, 1)}
+    for _ in range(2):
+        run.pool.lose(1, "a poisoned request")
+        await recover(run)
+        assert run.pool.serving() == {0, 1}
+        now += 600.0
+    run.pool.lose(1, "a poisoned request")
+    for _ in range(3):
+        await recovery.recover(run)
+    assert (run.pool.serving(), run.restarts) == ({0}, {})
+    told = [text for text in run.said if "too often" in text]
+    assert told == ["engine 1 is lost too often to be replaced (at most 2 within 3600 s): a poisoned request"]
+    now += 2400.0
+    run.not_before.clear()  # the loop's own clock has come as far
+    await recover(run)
+    assert run.pool.serving() == {0, 1}
+
+
+@in_virtual_time
+async def test_a_run_ends_when_its_only_engine_dies_too_often() -> None:
+    run = await Place().start(1)
+    run.spec.rollout.engine_restarts = 0
+    run.pool.lose(0, "gone")
+    with pytest.raises(RunError, match=r"(?s)every engine is lost.*rollout\.engine_restarts"):
+        await recovery.recover(run)
 
 
 @in_virtual_time

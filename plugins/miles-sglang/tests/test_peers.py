@@ -8,14 +8,16 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 
-from miles_core.errors import EngineError
+from miles_core.errors import EngineError, EngineLost
 from miles_core.kinds.engine import Chunk, EngineContext, GenerateRequest
+from miles_core.restarts import RestartBudget
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import SamplingParams
 from miles_sglang.attempt import BARREN
@@ -204,6 +206,27 @@ async def test_a_connection_that_breaks_is_not_a_server_that_died(
         peer.events, peer.cuts = None, 0
         await asyncio.gather(*(sample(engine) for _ in range(5)))
         assert peer.asked.count("/update_weights_from_disk") == loads, "its weights were loaded again"
+
+
+async def test_restarts_count_within_the_window_only_and_then_the_engine_is_lost(
+    peer: Peer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+    monkeypatch.setattr("miles_sglang.server.RestartBudget", partial(RestartBudget, clock=lambda: now))
+    async with attached(peer, model, tmp_path, restarts=2, restarts_within_s=100.0) as engine:
+        server = engine._server
+        for _ in range(6):
+            await server.revive(server.generation)
+            now += 50.0
+        await server.revive(server.generation)
+        assert (await engine.stats())["server_starts"] == 8
+        now += 49.0
+        with pytest.raises(EngineLost, match=r"failed too often(?s:.*)at most 2 within 100 s"):
+            await server.revive(server.generation)
+        with pytest.raises(EngineLost):  # so that whoever asks finds it lost, and the run can replace it
+            await engine.version()
+        with pytest.raises(EngineLost):
+            await sample(engine)
 
 
 async def test_a_thousandth_broken_connection_asks_no_question_of_its_own(

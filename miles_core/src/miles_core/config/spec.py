@@ -139,6 +139,11 @@ class RolloutSpec(Section):
     """How often every engine is asked which version it serves."""
     health_timeout_s: PositiveFloat = 60.0
     """An engine that does not answer in this time is lost: its requests go on elsewhere, and it is replaced."""
+    engine_restarts: NonNegativeInt = 3
+    """Times within `engine_restarts_within_s` that a lost engine is replaced; attempts that fail do not count. One lost
+    more often stays out until they are that long ago, and the run stops when none is left."""
+    engine_restarts_within_s: PositiveFloat = 3600.0
+    """Seconds that `engine_restarts` counts over."""
     constant_reward_alarm_steps: NonNegativeInt = 5
     """Steps with one and the same reward everywhere before an alarm is raised; 0 is off."""
 
@@ -274,7 +279,10 @@ class CheckpointSpec(Section):
     export_hf: bool = True
     """Also write the final weights as a Hugging Face folder."""
     restarts: NonNegativeInt = 2
-    """Times a run that lost a trainer rank goes back to its last checkpoint by itself."""
+    """Times within `restarts_within_s` that a run which lost a trainer rank goes back to its last checkpoint by
+    itself."""
+    restarts_within_s: PositiveFloat = 86400.0
+    """Seconds that `restarts` counts over."""
 
 
 class TrackingSpec(Section):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
 import logging
 from collections.abc import Callable, Coroutine, Iterator
@@ -27,6 +26,7 @@ from miles_core.kinds.tracker import Tracker
 from miles_core.registry import Registry, load_target
 from miles_core.report.html import summary, write_report
 from miles_core.report.load import load_run
+from miles_core.restarts import RestartBudget
 from miles_core.tracking.live import Display
 from miles_core.tracking.run_dir import RunDir
 from miles_core.watch import watchdog
@@ -140,19 +140,20 @@ async def _main(
     with stop_on_signals(main, display.say) as stop:
         guard = asyncio.create_task(watchdog(resolved.spec.stall_s, stalled))
         try:
-            for restarts in itertools.count():
+            restarts = RestartBudget(resolved.spec.checkpoint.restarts, resolved.spec.checkpoint.restarts_within_s)
+            while True:
                 try:
                     async with open_run(
-                        resolved, registry, directory, recorder, stop, resume=resume or restarts > 0
+                        resolved, registry, directory, recorder, stop, resume=resume or restarts.total > 0
                     ) as run:
                         await _watched(run, _loop(run))
                         return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
                 except TrainerLost as error:
-                    if restarts == resolved.spec.checkpoint.restarts or stop.requested:
+                    if restarts.wait_s() or stop.requested:
                         raise
+                    restarts.count()
                     recorder.event("restart", reason=error.message, where=error.where)
                     display.say(f"{error.message}; going back to the last checkpoint", alarm=True)
-            raise AssertionError("the loop above ends by returning or raising")
         finally:
             guard.cancel()
 

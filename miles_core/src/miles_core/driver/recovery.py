@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 from miles_core.driver.run import Run
 from miles_core.errors import EngineError, EngineLost, MilesError, RunError, TransportError, trainer_lost
 from miles_core.kinds.engine import Engine
+from miles_core.restarts import RestartBudget
 from miles_core.watch import waiting
 from miles_core.weights.lifecycle import PublishReport
 
@@ -96,14 +97,28 @@ async def _due(run: Run) -> None:
 
 def _begin(run: Run) -> None:
     """Start lost engines again, each in a task of its own. While others serve, one whose last attempt has just failed
-    waits a little."""
+    waits a little. One that was replaced too often waits in any case."""
     now, patient = time.monotonic(), bool(run.pool.serving() or run.restarts)
     for index, why in run.pool.lost().items():
-        if index in run.restarts or (patient and run.not_before.get(index, now) > now):
+        resting = run.not_before.get(index, now) > now
+        if index in run.restarts or (patient and resting):
+            continue
+        budget = _budget(run, index)
+        if wait_s := budget.wait_s():
+            if not resting:
+                run.not_before[index] = now + wait_s
+                text = f"engine {index} is lost too often to be replaced ({budget}): {why}"
+                run.recorder.alarm(run.trained_step, text)
             continue
         run.recorder.alarm(run.trained_step, f"engine {index} is lost and will be replaced: {why}")
         run.fleet.leave(run.engines[index])
         run.restarts[index] = asyncio.create_task(_start_again(run, index), name=f"engine {index} again")
+
+
+def _budget(run: Run, index: int) -> RestartBudget:
+    rollout = run.spec.rollout
+    fresh = RestartBudget(rollout.engine_restarts, rollout.engine_restarts_within_s)
+    return run.replaced.setdefault(index, fresh)
 
 
 async def _start_again(run: Run, index: int) -> Engine:
@@ -132,7 +147,7 @@ async def recover(run: Run) -> None:
     start only if none serves.
 
     Raises:
-        RunError: no engine serves after several attempts.
+        RunError: no engine serves, after several attempts or because all were replaced too often.
     """
     rounds = 0
     while rounds < MAX_ROUNDS:
@@ -152,14 +167,14 @@ async def recover(run: Run) -> None:
         expected="at least one engine that starts and takes the weights",
         found="; ".join(f"engine {index}: {why}" for index, why in run.pool.lost().items()),
         where="engines",
-        do="look at their logs, then go on with --resume",
+        do="look at their logs, then go on with --resume; see rollout.engine_restarts",
     )
 
 
 async def replace_lost(run: Run) -> set[int]:
     """Let engines that have started in the places of lost ones take part in the next update; their numbers."""
     _begin(run)
-    if not run.pool.serving():
+    if run.restarts and not run.pool.serving():
         with waiting("driver", on="an engine to start again: all are lost"):
             await asyncio.wait(run.restarts.values(), return_when=asyncio.FIRST_COMPLETED)
     newcomers = set()
@@ -186,6 +201,7 @@ async def admit(run: Run, newcomers: set[int]) -> None:
             continue  # it was lost again, and will be replaced again
         if (why := await _unfit(engine, run.version, run.spec.rollout.health_timeout_s)) is None:
             run.pool.restore(index, engine)
+            _budget(run, index).count()
             run.recorder.event("engine_replaced", engine=index, version=run.version)
         else:
             run.fleet.leave(engine)

@@ -17,6 +17,7 @@ from miles_core.driver.signals import StopRequest
 from miles_core.kinds.data_buffer import BufferContext, DataBuffer
 from miles_core.kinds.engine import Engine
 from miles_core.kinds.executor import Executor, Trainer
+from miles_core.restarts import RestartBudget
 from miles_core.rollout.alarm import ConstantRewardAlarm
 from miles_core.rollout.episode import Episodes
 from miles_core.rollout.scheduler import GroupFilter
@@ -81,6 +82,8 @@ class Run:
     """Engines that could not be started again, and the monotonic time before which nobody tries once more."""
     restarts: dict[int, asyncio.Task[Engine]] = field(default_factory=dict)
     """Engines that are being started in the places of lost ones."""
+    replaced: dict[int, RestartBudget] = field(default_factory=dict)
+    """How often each engine was replaced, and may be."""
     make_buffer: Callable[[BufferContext], DataBuffer]
     pending: Pending | None = None
     """What a checkpoint must keep of a rollout that goes on beside training; None when nothing does."""

@@ -365,6 +365,8 @@ class SglangEngine:
             await asyncio.to_thread(self._store.commit)
 
     async def version(self) -> int:
+        if self._server.failure is not None:  # also an engine that nobody asks for tokens must be found lost
+            raise self._server.failure
         return self._version
 
     async def scramble(self, seed: int) -> None:

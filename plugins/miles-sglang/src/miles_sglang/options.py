@@ -46,8 +46,11 @@ class ServerOptions(BaseModel):
     health_interval_s: PositiveFloat = 30.0
     """Time between two health checks, and how long the server may take to answer one."""
     restarts: NonNegativeInt = 3
-    """Times, in its whole life, a server that died or hangs is started again with the weights it served. A connection
-    that breaks while the server answers is none."""
+    """Times within `restarts_within_s` that a server that died or hangs is started again with the weights it served.
+    One that fails more often, or does not start again, is lost, and with it its engine, which the run may replace. A
+    connection that breaks while the server answers is no restart."""
+    restarts_within_s: PositiveFloat = 3600.0
+    """Seconds that `restarts` counts over."""
 
     @model_validator(mode="after")
     def _not_ours(self) -> ServerOptions:

@@ -15,8 +15,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import EngineError, MilesError
+from miles_core.errors import EngineError, EngineLost, MilesError
 from miles_core.kinds.engine import EngineContext
+from miles_core.restarts import RestartBudget
 from miles_core.watch import waiting
 from miles_sglang.adapter import Adapter
 from miles_sglang.claim import served_name
@@ -82,10 +83,10 @@ class Server:
         self._reviving, self._judging = asyncio.Lock(), asyncio.Lock()
         self._answered_at = -math.inf
         """When a question after a broken connection began that the server then answered."""
-        self._revivals = 0
+        self._revivals = RestartBudget(options.restarts, options.restarts_within_s)
         self._told = False
         self.health = Health.DOWN
-        self.failure: EngineError | None = None
+        self.failure: EngineLost | None = None
         self.generation = 0
         """Counts starts; a request that failed under an older one need not report its server again."""
         self.idle_checks = True
@@ -152,7 +153,7 @@ class Server:
         """Bring a server that failed back, unless somebody did since `generation`.
 
         Raises:
-            EngineError: it cannot be brought back; nor will it be later.
+            EngineLost: it cannot be brought back; nor will it be later.
         """
         async with self._reviving:
             if self.failure is not None:
@@ -160,10 +161,11 @@ class Server:
             if self.generation != generation:
                 return
             self.health = Health.DOWN
-            if self._revivals >= self._options.restarts:
-                self._lose("the server failed too often", f"at most {self._options.restarts} restarts", self._tail())
-            self._revivals += 1
-            log.warning("%s: the server failed and is brought back (%d): %s", self._where, self._revivals, self._tail())
+            if self._revivals.wait_s():
+                self._lose("the server failed too often", f"restarts: {self._revivals}", self._tail())
+            self._revivals.count()
+            number = self._revivals.total
+            log.warning("%s: the server failed and is brought back (%d): %s", self._where, number, self._tail())
             try:
                 await self._stop()
                 await self.start()
@@ -187,7 +189,7 @@ class Server:
         """After a connection broke: bring the server back if it is gone. One that answers has lost a connection only.
 
         Raises:
-            EngineError: it cannot be brought back.
+            EngineLost: it cannot be brought back.
         """
         broke = time.monotonic()
         async with self._judging:  # a thousand requests may have broken at once: they ask once
@@ -328,7 +330,7 @@ class Server:
 
     def _lose(self, message: str, expected: str, found: str) -> None:
         self.health = Health.LOST
-        self.failure = EngineError(
+        self.failure = EngineLost(
             message, expected=expected, found=found, where=self._where, do="read the engine's log; resume the run"
         )
         self._on_up()  # those who wait for it must hear of it

@@ -125,7 +125,10 @@ def define_seed_kernel() -> torch.library.Library:
 
 def allow_seeds() -> None:
     """Admit torch's attention to deterministic mode: with one thread it has no batch-dependent kernel to replace."""
-    from sglang.srt.arg_groups import choices
+    try:
+        from sglang.srt.arg_groups import choices
+    except ImportError:  # 0.5.17
+        from sglang.srt import server_args as choices
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     choices.add_deterministic_attention_backend_choices(["torch_native"])
