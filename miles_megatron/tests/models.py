@@ -52,13 +52,16 @@ YARN = {
 }
 
 
-def write_sparse(folder: Path, name: str, *, seed: int = 1) -> None:
+def write_sparse(folder: Path, name: str, *, seed: int = 1, **changes: Any) -> None:
+    """Write a sparse model; `changes` are further fields of its config."""
     config = CONFIGS[name]()
     config.num_hidden_layers = 4
     if name == "deepseek-v3":
         config.rope_parameters = {**YARN}
     if name == "glm4-moe":
         config.use_qk_norm, config.attention_bias = True, True
+    for field, value in changes.items():
+        setattr(config, field, value)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -17,20 +17,19 @@ from miles_megatron.fits import uncomputed
 from . import scenarios
 from .models import HEADS, write_sparse
 
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0, 3.0, 2.0, 1.5],
-    "original_max_position_embeddings": 8,
-    "factor": 8.0,
-}
+
+def test_a_table_that_nobody_compared_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path / "m", architecture="llama", layers=2, context=64, overrides=HEADS)
+    rewrite(tmp_path / "m", rope_parameters={"rope_type": "proportional", "rope_theta": 1e4})
+    with pytest.raises(ConfigError, match="rope_type: proportional"):
+        scenarios.Place(0, 1, tmp_path, "cpu").make("m")
 
 
-def test_a_table_that_depends_on_the_length_is_refused(tmp_path: Path) -> None:
-    overrides = {**HEADS, "rope_parameters": LONGROPE}
-    make_tiny_model(tmp_path / "m", architecture="llama", layers=2, context=64, overrides=overrides)
-    with pytest.raises(ConfigError, match="rope_type: longrope"):
+@pytest.mark.parametrize("rope", ["text", {"rope_type": "linear"}, {"rope_type": "yarn", "factor": None}])
+def test_parameters_that_nothing_can_be_computed_from_are_refused(tmp_path: Path, rope: Any) -> None:
+    write_sparse(tmp_path / "m", "deepseek-v3")
+    rewrite(tmp_path / "m", rope_parameters=rope)
+    with pytest.raises(ConfigError, match=r"factor|dict"):
         scenarios.Place(0, 1, tmp_path, "cpu").make("m")
 
 

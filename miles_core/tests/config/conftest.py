@@ -84,7 +84,7 @@ def registry() -> Registry:
     return Registry(plugins=found.plugins, capabilities=(*found.capabilities, *more, missing))
 
 
-def write_model(folder: Path, *, context_length: int = 1024, experts: int | None = None) -> Path:
+def write_model(folder: Path, *, context_length: int = 1024, experts: int | None = None, **changes: Any) -> Path:
     """A Hugging Face folder as far as validation looks: config, weights' header, tokenizer, chat template."""
     folder.mkdir(parents=True)
     config = {
@@ -98,7 +98,7 @@ def write_model(folder: Path, *, context_length: int = 1024, experts: int | None
     }
     if experts is not None:
         config["num_experts"] = experts
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config | changes))
     header = json.dumps(
         {
             "embed": {"dtype": "BF16", "shape": [10, 8], "data_offsets": [0, 160]},
@@ -134,10 +134,12 @@ def write_registered_model(folder: Path, dtype: str = "F32", **changes: Any) -> 
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The current folder, with `model`, `moe`, `exact`, `train.jsonl`, `heldout.jsonl` and `score.py` in it."""
+    """The current folder, with `model`, `moe`, `exact`, `long`, `train.jsonl`, `heldout.jsonl` and `score.py` in it."""
     write_model(tmp_path / "model")
     write_model(tmp_path / "moe", experts=4)
     write_registered_model(tmp_path / "exact")
+    longrope = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+    write_model(tmp_path / "long", rope_scaling=longrope, original_max_position_embeddings=512)
     (tmp_path / "train.jsonl").write_text('{"prompt": "1 + 1"}\n')
     (tmp_path / "heldout.jsonl").write_text('{"prompt": "1 + 2"}\n')
     (tmp_path / "score.py").write_text("def score(scored):\n    return 1.0\n")

@@ -44,6 +44,7 @@ SOUND_BUT_FOR = {
     "MIL601": ["rollout.sampling.max_tokens=1024"],
     "MIL602": ["data.eval=heldout.jsonl", "eval={every_steps: 1, sampling: {max_tokens: 1024}}"],
     "MIL603": ["model.context_length=1025"],
+    "MIL604": ["model=long"],
     "MIL701": ["model=model/config.json"],
     "MIL703": ["data.train=absent.jsonl"],
     "MIL704": ["data.eval=./train.jsonl", "eval.every_steps=1"],
@@ -171,3 +172,8 @@ def test_an_empty_path_is_not_taken_for_the_current_folder(workplace: Path, regi
 def test_the_checkpoints_own_limit_counts_where_the_run_file_gives_none(workplace: Path, registry: Registry) -> None:
     assert problems(registry, "rollout.sampling.max_tokens=1023") == []
     assert only(registry, "rollout.sampling.max_tokens=1023", "model.context_length=100").rule == "MIL601"
+
+
+def test_longrope_is_for_contexts_in_which_it_is_one_table(workplace: Path, registry: Registry) -> None:
+    assert problems(registry, "model=long", "model.context_length=512") == []
+    assert only(registry, "model=long", "model.context_length=513").path == "model.context_length"

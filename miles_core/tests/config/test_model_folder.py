@@ -75,7 +75,7 @@ def test_a_broken_weight_file_is_named(tmp_path: Path, weights: bytes) -> None:
         read_model_folder(folder(tmp_path, weights))
 
 
-@pytest.mark.parametrize("config", ["", "[1]", "\x00"])
+@pytest.mark.parametrize("config", ["", "[1]", "\x00", '{"rope_scaling": "text"}'])
 def test_a_broken_config_is_named(tmp_path: Path, config: str) -> None:
     with pytest.raises(ModelFolderError, match=r"config\.json"):
         read_model_folder(folder(tmp_path, header({"a": ENTRY}), config))

@@ -13,7 +13,6 @@ import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,8 @@ from transformers.modeling_utils import AttentionInterface
 from transformers.utils import logging as transformers_logging
 
 from miles_core.errors import ConfigError, PluginError
+from miles_core.model_config import read_model_config, refuse_quantised
+from miles_core.numerics.rotary import steady_tokens
 from miles_fsdp.logprobs import Normalise, log_sum_exp, score_hidden
 from miles_fsdp.packing import ATTENTION, Packed, packed_attention
 
@@ -89,7 +90,7 @@ def load_model(path: str, attn_implementation: str, param_dtype: torch.dtype) ->
     return LoadedModel(
         module=module,
         layers=_decoder_layers(module),
-        max_positions=getattr(config.get_text_config(), "max_position_embeddings", None),
+        max_positions=steady_tokens(config.get_text_config().to_dict()),
         attention=attention,
     )
 
@@ -115,24 +116,7 @@ def checkpoint_dtype(path: str) -> torch.dtype:
 
 
 def _read_config(path: str) -> Any:
-    if not (Path(path) / "config.json").is_file():
-        raise ConfigError(
-            "the model folder does not exist" if not Path(path).is_dir() else "the model folder has no config.json",
-            expected="a Hugging Face folder with config.json, safetensors and tokenizer",
-            found="a folder without config.json" if Path(path).is_dir() else "nothing",
-            where=path,
-            do="check model.path; a model id of a hub is not a folder",
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            "config.json does not describe a known model",
-            expected="a model_type that transformers knows",
-            found=str(error).splitlines()[0],
-            where=path,
-            do="check model.path, or install a newer transformers",
-        ) from error
+    config = read_model_config(path)
     causal = type(config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
     if not causal or config.is_encoder_decoder:
         raise ConfigError(
@@ -142,14 +126,7 @@ def _read_config(path: str) -> Any:
             where=path,
             do="give a decoder-only language model",
         )
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            "the checkpoint is quantised",
-            expected="weights in float32, bfloat16 or float16",
-            found="a quantization_config in config.json",
-            where=path,
-            do="train from the unquantised checkpoint",
-        )
+    refuse_quantised(config, path)
     return config
 
 

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from miles_core.errors import ConfigError
+from miles_core.model_config import read_model_config, refuse_quantised
 
 _DTYPES = {
     "F64": torch.float64,
@@ -92,7 +92,8 @@ def open_folder(path: str) -> ModelFolder:
         ConfigError: no such folder, not a known model, quantised, or a file is missing or damaged.
     """
     folder = Path(path)
-    config = _config(folder)
+    config = read_model_config(folder)
+    refuse_quantised(config, folder)
     tensors: dict[str, Tensor] = {}
     files: dict[str, Path] = {}
     for file in _weight_files(folder):
@@ -107,37 +108,7 @@ def open_folder(path: str) -> ModelFolder:
                     files[name] = file
         except (OSError, SafetensorError) as error:
             raise _unusable(folder, f"{file.name}: {error}") from error
-    return ModelFolder(folder, config, tensors, files)
-
-
-def _config(folder: Path) -> Any:
-    if not (folder / "config.json").is_file():
-        raise ConfigError(
-            "the model folder does not exist" if not folder.is_dir() else "the model folder has no config.json",
-            expected="a Hugging Face folder with config.json, safetensors and tokenizer",
-            found="a folder without config.json" if folder.is_dir() else "nothing",
-            where=str(folder),
-            do="check model.path; a model id of a hub is not a folder",
-        )
-    try:
-        config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            "config.json does not describe a known model",
-            expected="a model_type that transformers knows",
-            found=str(error).splitlines()[0],
-            where=str(folder),
-            do="check model.path, or install a newer transformers",
-        ) from error
-    if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(
-            "the checkpoint is quantised",
-            expected="weights in float32, bfloat16 or float16",
-            found="a quantization_config in config.json",
-            where=str(folder),
-            do="train from the unquantised checkpoint",
-        )
-    return config.get_text_config()
+    return ModelFolder(folder, config.get_text_config(), tensors, files)
 
 
 def _weight_files(folder: Path) -> list[Path]:

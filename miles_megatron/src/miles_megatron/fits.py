@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 from miles_core.config.model_folder import EXPERT_COUNTS
 from miles_core.errors import ConfigError
-from miles_core.numerics.profiles import rope_type
+from miles_core.numerics.rotary import rope_type
 from miles_megatron.options import MegatronOptions
 
 if TYPE_CHECKING:
     from miles_megatron.tables import ModelShape
 
 
-ROTATIONS = ("default", "linear", "dynamic", "yarn", "llama3")
-"""One table for every length up to the model's limit. That of longrope changes with the longest sequence at hand."""
+ROTATIONS = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+"""Each one table for all sequences, since none is longer than `steady_tokens`."""
 NORMALISED_UNSAID = ("deepseek_v3", "glm4_moe")
 """Whose norm_topk_prob transformers takes for true where config.json leaves it out."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor, nn
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from miles_core.errors import ConfigError
-from miles_core.numerics.profiles import rope_type
+from miles_core.numerics.rotary import rope_type
 from miles_megatron.exchange import gather_scored
 from miles_megatron.fits import ROTATIONS
 from miles_megatron.groups import Layout
@@ -104,9 +105,12 @@ def megatron_config(plan: Blueprint) -> TransformerConfig:
         }
     if shape.mla:
         return MLATransformerConfig(**fields, multi_latent_attention=True, rope_type="rope")
+    config = TransformerConfig(**fields)
     _, scale = rotation_table(plan)
-    width = fields["kv_channels"]
-    return TransformerConfig(**fields, softmax_scale=scale**2 * width**-0.5)
+    if scale != 1.0:
+        # By these, meant for YaRN, Megatron multiplies rotated dimensions, and no others, by 0.1 mscale ln(factor) + 1.
+        config.yarn_rotary_scaling_factor, config.yarn_mscale, config.yarn_mscale_all_dim = math.e, 10 * (scale - 1), 0
+    return config
 
 
 def _expert_fields(plan: Blueprint) -> dict[str, Any]:
@@ -127,7 +131,7 @@ def rotation_table(plan: Blueprint) -> tuple[Tensor, float]:
     """Inverse frequencies f32[rotated / 2] and the scale of rotated vectors, as transformers computes them.
 
     Raises:
-        ConfigError: the table depends on the length of what is computed, or nobody compared it with transformers.
+        ConfigError: nobody compared the table with that of transformers.
     """
     config = plan.checkpoint_config
     rope = dict(getattr(config, "rope_parameters", None) or {})

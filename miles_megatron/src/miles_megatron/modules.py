@@ -90,7 +90,7 @@ class Rotation(nn.Module):
         """
         Args:
             inverse_frequencies: f32[rotated / 2]
-            scale: Of the rotated vectors; handed on for latent attention, elsewhere part of the softmax's scale.
+            scale: Of the rotated vectors; handed on for latent attention, elsewhere a field of the config.
         """
         super().__init__()
         self.register_buffer("inverse_frequencies", inverse_frequencies, persistent=False)

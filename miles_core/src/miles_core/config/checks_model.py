@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from miles_core.config.checks import Check, Setup
+from miles_core.config.model_folder import language_part
+from miles_core.numerics.rotary import steady_tokens
 
 PROBE_TOKENS = 52
 """Prompt and output of one probe; `weights.proof` makes them."""
@@ -31,6 +33,14 @@ def _context_limit(s: Setup) -> str | None:
     wanted, limit = s.spec.model.context_length, s.model.context_length if s.model else None
     if wanted is not None and limit is not None and wanted > limit:
         return f"the checkpoint was made for at most {limit} tokens"
+    return None
+
+
+def _one_rotation(s: Setup) -> str | None:
+    context = context_of(s)
+    steady = steady_tokens(language_part(s.model.config)) if s.model else None
+    if s.model and context and steady and steady < min(context, s.model.context_length or context):
+        return f"beyond {steady} tokens, longrope rotates a whole batch otherwise than each of its rows alone"
     return None
 
 
@@ -99,5 +109,13 @@ MODEL_CHECKS: tuple[Check, ...] = (
         path="model.context_length",
         find=_context_limit,
         do="set it to the checkpoint's limit at most, or to null for exactly that",
+    ),
+    Check(
+        id="MIL604",
+        about="Within the context, a token is rotated alike whatever else is in its batch.",
+        path="model.context_length",
+        find=_one_rotation,
+        do="set it to original_max_position_embeddings of config.json at most",
+        reads=("model",),
     ),
 )

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from miles_core.numerics.rotary import unreadable
+
 DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
     "F8_E4M3": 1, "F8_E5M2": 1, "I8": 1, "U8": 1, "BOOL": 1,
@@ -65,6 +67,8 @@ def read_model_folder(path: Path) -> ModelFolder:
     """
     config = _json_object(path / "config.json")
     inner = read_config(path)
+    if problem := unreadable(inner):
+        raise ModelFolderError(f"config.json: {problem}")
     dtypes: dict[str, int] = {}
     for file in _weight_files(path):
         for dtype, shape in _header(file).values():
@@ -93,7 +97,11 @@ def read_config(path: Path) -> Mapping[str, Any]:
     Raises:
         ModelFolderError: it is missing or broken.
     """
-    config = _json_object(path / "config.json")
+    return language_part(_json_object(path / "config.json"))
+
+
+def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Of a config.json, what describes the language model."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 

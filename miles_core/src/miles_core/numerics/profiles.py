@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from miles_core.numerics.rotary import rope_type
+
 RULES: tuple[tuple[str, str], ...] = (
     ("matrix products", "fixed tiles, K summed in one order; a row's result depends on the row and the weight alone"),
     ("attention", "one kernel for prefill and decode: blocks of fixed size from position 0, in order, online softmax"),
@@ -117,19 +119,6 @@ def _plain(config: Mapping[str, Any]) -> str | None:
     if config.get("quantization_config"):
         return "it is quantised"
     return None
-
-
-def rope_type(config: Mapping[str, Any]) -> str:
-    """The type of rotary embedding that transformers reads from a config.json, under the names of older files too.
-
-    What is no mapping is returned as it is, so it is no type that anybody knows; so are parameters per layer type.
-    """
-    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    if not isinstance(rope, Mapping):
-        return str(rope)
-    if any(isinstance(each, Mapping) for each in rope.values()):
-        return "one per layer type"
-    return str(rope.get("rope_type", rope.get("type", "default")))
 
 
 def listing() -> str:

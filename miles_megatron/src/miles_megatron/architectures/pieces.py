@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from miles_core.errors import ConfigError
+from miles_core.numerics.rotary import steady_tokens
 from miles_megatron.layouts import (
     COLUMNS,
     EXPERT_DOWN,
@@ -111,7 +112,7 @@ def basics(config: Mapping[str, Any]) -> dict[str, Any]:
         "heads": config["num_attention_heads"],
         "key_value_heads": config.get("num_key_value_heads") or config["num_attention_heads"],
         "vocab": config["vocab_size"],
-        "max_positions": config["max_position_embeddings"],
+        "max_positions": steady_tokens(config) or config["max_position_embeddings"],
         "padding_token": config.get("pad_token_id"),
         "tied": bool(config.get("tie_word_embeddings")),
     }

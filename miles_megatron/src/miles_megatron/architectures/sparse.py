@@ -75,6 +75,7 @@ def describe_deepseek_v3(config: Mapping[str, Any]) -> ModelShape:
     require(bool(config.get("rope_interleave", True)), "rope_interleave: true", False, "rope_interleave")
     rope = config.get("rope_parameters") or {}
     scaled = rope.get("rope_type", "default") != "default"
+    require(not scaled or rope.get("factor") is not None, "a factor of rope_parameters", None, "factor")
     return ModelShape(
         **basics(config),
         **_first_dense(config),

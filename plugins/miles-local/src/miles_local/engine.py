@@ -100,7 +100,7 @@ class LocalEngine:
         if wanted is not None and model.max_tokens is not None and wanted > model.max_tokens:
             raise self._error(
                 "the context length is longer than the checkpoint was made for",
-                expected=f"at most {model.max_tokens} tokens (max_position_embeddings)",
+                expected=f"at most {model.max_tokens} tokens (max_position_embeddings; of longrope, the original ones)",
                 found=f"context_length {wanted}",
                 do="lower context_length",
             )

@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 
 from miles_core.errors import EngineError
+from miles_core.model_config import read_model_config
 from miles_core.numerics.patch import make_invariant
+from miles_core.numerics.rotary import steady_tokens
 from miles_core.routing.codec import Routes, dtype_for
 from miles_core.routing.hf import RouteRecorder, find_routers
 from miles_local import attention, true_on_policy, weights
@@ -44,7 +46,8 @@ class LocalModel:
     def __init__(self, model: nn.Module, device: torch.device, *, exact: bool = False) -> None:
         config: Any = model.config
         self.vocab_size = int(config.vocab_size)
-        self.max_tokens: int | None = getattr(config, "max_position_embeddings", None)
+        self.max_tokens: int | None = steady_tokens(config.get_text_config().to_dict())
+        """Beyond it, keys in the cache would have been rotated otherwise than a new pass rotates them."""
         self.views: Mapping[str, Tensor] = weights.checkpoint_views(model)
         self._model = model
         self._device = device
@@ -62,7 +65,7 @@ class LocalModel:
 
         Raises:
             EngineError: the folder is absent or its architecture cannot be served from slots.
-            ConfigError: `exact`, and no profile covers the model.
+            ConfigError: config.json describes no known model; or `exact`, and no profile covers it.
         """
         folder = Path(model_path)
         if not (folder / "config.json").is_file():
@@ -81,6 +84,7 @@ class LocalModel:
         with _no_progress_bars():
             model = AutoModelForCausalLM.from_pretrained(
                 folder,
+                config=read_model_config(folder),
                 dtype="auto" if dtype == "checkpoint" else getattr(torch, dtype),
                 attn_implementation=true_on_policy.NAME if exact else attention.NAME,
                 local_files_only=True,
