@@ -2,7 +2,7 @@
 
 python megatron_moe.py model FOLDER            write the random model, and prompts for the run
 python megatron_moe.py bench FOLDER BACKEND    steps on synthetic batches: tokens per second, MFU, peak memory
-python megatron_moe.py run FOLDER              20 RL steps with engine `local`
+python megatron_moe.py run FOLDER BACKEND      20 RL steps with engine `local`
 python megatron_moe.py pair FOLDER OPTION=N…   steps on two GPUs under a layout
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -40,14 +41,14 @@ PEAK_FLOPS = 989e12
 ROWS, LENGTH = 32, 1024
 
 RUN_FILE = """\
-name: megatron
+name: {backend}
 model: {folder}/model
 data: {folder}/train.jsonl
 rewards: ['{folder}/reward.py:score']
-rollout: {{sampling: {{max_tokens: 24}}, reward_workers: 2}}
-schedule: {{steps: 20, groups_per_step: 2, group_size: 4}}
+rollout: {{sampling: {{max_tokens: 64}}, reward_workers: 2}}
+schedule: {{steps: 20, groups_per_step: 4, group_size: 8}}
 optimizer: {{lr: 1.0e-6}}
-backend: {{use: megatron, micro_batch_tokens: 16384}}
+backend: {{use: {backend}, micro_batch_tokens: 16384}}
 check_weight_update_equal: true
 checkpoint: {{every_steps: 100, export_hf: false}}
 placement: {{device: cuda}}
@@ -152,19 +153,22 @@ def steps(backend: str, folder: Path, options: dict[str, Any], *, rank: int, wor
     made.close()
 
 
-def run(folder: Path) -> None:
-    (folder / "run.yaml").write_text(RUN_FILE.format(folder=folder))
+def run(folder: Path, backend: str) -> None:
+    (folder / "run.yaml").write_text(RUN_FILE.format(folder=folder, backend=backend))
     command = [sys.executable, "-m", "miles_core.cli", "train", str(folder / "run.yaml"), "--plain"]
-    subprocess.run(command, check=True)
-    directory = folder / "runs" / "megatron"
+    started = time.perf_counter()
+    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
+    print(f"{backend}: 20 RL steps, exit {done.returncode} after {time.perf_counter() - started:.0f} s", flush=True)
+    directory = folder / "runs" / backend
     timings = [json.loads(line) for line in (directory / "timings.jsonl").read_text().splitlines()][1:]
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:]
-    print("20 RL steps: |d log-prob| mean", [round(m["contract/logprobs/abs_diff_mean"], 4) for m in metrics])
-    print("train tok/s", [round(t["throughput/train_tokens_per_s"]) for t in timings])
-    print("rollout tok/s", [round(t["throughput/rollout_tokens_per_s"]) for t in timings])
+    print("  |d log-prob| mean", [round(m["contract/logprobs/abs_diff_mean"], 4) for m in metrics])
+    figures = [key for key in timings[0] if key.startswith(("time/", "throughput/", "sync/")) and "digest" not in key]
+    medians = {key: statistics.median(step[key] for step in timings if key in step) for key in figures}
+    print("  medians", {key: float(f"{value:.4g}") for key, value in medians.items()}, flush=True)
     for line in (directory / "events.jsonl").read_text().splitlines():
-        if json.loads(line)["event"] in ("weights_equal", "alarm"):
-            print(line)
+        if json.loads(line)["event"] in ("weights_equal", "alarm", "contract_broken"):
+            print(" ", line, flush=True)
 
 
 def pair(folder: Path, backend: str, options: dict[str, Any]) -> None:
@@ -195,7 +199,7 @@ def main() -> None:
     elif verb == "bench":
         steps(rest[0], place, json.loads(rest[1]), rank=0, world=1)
     elif verb == "run":
-        run(place)
+        run(place, rest[0])
     elif verb == "pair":
         pair(place, rest[0], json.loads(rest[1]))
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import signal
 import subprocess
@@ -14,9 +15,9 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 from aiohttp import web
 from pydantic import ValidationError
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from miles_core.errors import EngineError
@@ -24,6 +25,7 @@ from miles_core.kinds.engine import EngineContext
 from miles_core.testing.engine_oracle import SPOILT, buckets_of, spoil, weights_of
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import NamedTensor
+from miles_core.weights.digests import digest_tensor
 from miles_sglang.checkpoint import Checkpoint, read_checkpoint
 from miles_sglang.dialect import Dialect
 from miles_sglang.engine import SglangEngine
@@ -31,7 +33,7 @@ from miles_sglang.launch import SERVERSIDE, command, environment
 from miles_sglang.options import ServerOptions, SglangOptions
 from miles_sglang.process import ServerProcess
 from miles_sglang.settings import check_settings, fit_problems, sampling_problems
-from miles_sglang.staging import WeightStore
+from miles_sglang.staging import SAFETENSORS_DTYPES, WeightStore, write_file
 
 GOOD = {
     "version": "0.5.21", "incremental_streaming_output": True, "enable_return_routed_experts": True, "tp_size": 1,
@@ -157,6 +159,18 @@ class TestStaging:
         store.close()
         assert not store.root.exists()
 
+    @pytest.mark.parametrize("dtype", SAFETENSORS_DTYPES, ids=str)
+    def test_files_hold_what_the_library_would_write(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        values = torch.arange(24).reshape(2, 3, 4).to(torch.float32).to(dtype)
+        tensors = {"scalar": values[0, 0, 1], "transposed": values.transpose(0, 2), "view": values[1:], "ü": values[:0]}
+        digests = write_file(tmp_path / "ours", [NamedTensor(name=name, tensor=t) for name, t in tensors.items()])
+        loaded = load_file(tmp_path / "ours")
+        assert loaded.keys() == tensors.keys() == digests.keys()
+        for name, tensor in tensors.items():
+            assert (loaded[name].dtype, loaded[name].shape) == (dtype, tensor.shape)
+            assert loaded[name].reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+            assert digests[name] == digest_tensor(tensor)
+
     @pytest.mark.parametrize("fault", SPOILT)
     def test_a_spoilt_version_is_not_staged(
         self, model: Path, checkpoint: Checkpoint, tmp_path: Path, fault: str
@@ -170,11 +184,11 @@ class TestStaging:
     def test_a_full_folder_is_told_with_sizes_and_gives_its_room_back(
         self, model: Path, checkpoint: Checkpoint, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def save(tensors: Any, path: Path, metadata: Any) -> None:
-            path.write_bytes(bytes(99))
-            raise SafetensorError("I/O error: No space left on device (os error 28)")
+        def full(file: Any, data: memoryview) -> None:
+            file.write(data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-        monkeypatch.setattr("miles_sglang.staging.save_file", save)
+        monkeypatch.setattr("miles_sglang.staging._write_all", full)
         store = WeightStore(checkpoint, str(tmp_path), "engine 0")
         tensors = [NamedTensor(name=name, tensor=t) for name, t in weights_of(model).items()]
         with pytest.raises(EngineError, match=r"(?s)No space left.*MiB are free.*engine\.staging_dir"):

@@ -1,29 +1,37 @@
 """Versions of the weights as folders: the one being received, and the one being served.
 
-A version is a Hugging Face folder: a safetensors file for each bucket, an index, and links to the checkpoint's other
-files. The staged one becomes visible by a rename, after every tensor was judged and digested. The served one stays
-until its successor serves: it is what a server that died is started with, and what a failed update goes back to.
+A version is a Hugging Face folder: safetensors files, several for each bucket, an index, and links to the checkpoint's
+other files. The staged one becomes visible by a rename, after every tensor was judged and digested. The served one
+stays until its successor serves: it is what a server that died is started with, and what a failed update goes back to.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from io import FileIO
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
+import torch
 
 from miles_core.errors import EngineError
-from miles_core.types import WeightBucket, WeightManifest
+from miles_core.types import NamedTensor, WeightBucket, WeightManifest
 from miles_core.weights.digests import digest_tensor
 from miles_core.weights.intake import Intake
 from miles_sglang.checkpoint import Checkpoint
 
 SHARED_MEMORY = Path("/dev/shm")
+WRITERS = 8
+"""Threads, and files of a bucket, at most: one thread copies, digests and writes about 1 GB/s."""
+SAFETENSORS_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class WeightStore:
@@ -67,15 +75,12 @@ class WeightStore:
         num_bytes = 0
         for bucket in buckets:
             intake.admit(bucket)
-            name = f"model-{bucket.index + 1:05d}.safetensors"
-            tensors = {named.name: _dense(named.tensor) for named in bucket.tensors}
-            for key, tensor in tensors.items():
-                digests[key] = digest_tensor(tensor)
-                files[key] = name
-                num_bytes += tensor.numel() * tensor.element_size()
+            num_bytes += sum(named.tensor.numel() * named.tensor.element_size() for named in bucket.tensors)
             try:
-                save_file(tensors, partial / name, metadata={"format": "pt"})
-            except (OSError, SafetensorError) as error:
+                for file, written in self._write(bucket, partial):
+                    digests |= written
+                    files |= dict.fromkeys(written, file)
+            except OSError as error:
                 raise self._full(partial, num_bytes, error) from error
         intake.finish()
         self._complete(partial, files, num_bytes)
@@ -83,6 +88,14 @@ class WeightStore:
         partial.rename(final)
         self.staged = (version, final)
         return WeightManifest(version=version, digests=digests, num_bytes=num_bytes)
+
+    def _write(self, bucket: WeightBucket, folder: Path) -> list[tuple[str, dict[str, str]]]:
+        """Write a bucket as files of about equal size at once; their names, and digests of what is in each."""
+        shares = _shares(bucket.tensors, min(WRITERS, os.cpu_count() or 1))
+        names = [f"model-{bucket.index + 1:05d}-{number}.safetensors" for number in range(len(shares))]
+        with ThreadPoolExecutor(max(len(shares), 1), thread_name_prefix="miles-sglang-staging") as pool:
+            written = pool.map(lambda name, share: write_file(folder / name, share), names, shares)
+            return list(zip(names, written, strict=True))
 
     def _full(self, partial: Path, num_bytes: int, error: Exception) -> EngineError:
         """What could not be written, and room again: what lies in shared memory is memory that others lack."""
@@ -120,9 +133,46 @@ class WeightStore:
                 (folder / file.name).symlink_to(file.resolve())
 
 
-def _dense(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, in a storage of its own: the format refuses tensors that share one, and buckets often are
-    views of one block."""
-    host = tensor.detach().to("cpu").contiguous()
-    alone = host.untyped_storage().nbytes() == host.numel() * host.element_size()
-    return host if alone else host.clone()
+def write_file(path: Path, tensors: Sequence[NamedTensor]) -> dict[str, str]:
+    """Write a safetensors file, each tensor copied from its device once (huggingface.co/docs/safetensors, "Format").
+
+    `safetensors.torch.save_file` copies every tensor twice more, and lets no other thread run meanwhile.
+
+    Returns:
+        Digest of each tensor that was written.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for named in tensors:
+        begin, end = end, end + named.tensor.numel() * named.tensor.element_size()
+        dtype = SAFETENSORS_DTYPES[named.tensor.dtype]
+        header[named.name] = {"dtype": dtype, "shape": list(named.tensor.shape), "data_offsets": [begin, end]}
+    encoded = json.dumps(header).encode()
+    encoded += b" " * (-len(encoded) % 8)
+    digests: dict[str, str] = {}
+    with path.open("xb", buffering=0) as file:
+        _write_all(file, memoryview(len(encoded).to_bytes(8, "little") + encoded))
+        for named in tensors:
+            host = named.tensor.detach().to("cpu").contiguous()
+            digests[named.name] = digest_tensor(host)
+            _write_all(file, host.reshape(-1).view(torch.uint8).numpy().data)
+    return digests
+
+
+def _write_all(file: FileIO, data: memoryview) -> None:
+    while data:
+        data = data[file.write(data) :]
+
+
+def _shares(tensors: Sequence[NamedTensor], count: int) -> list[list[NamedTensor]]:
+    """Up to `count` lists of about equal bytes, none empty."""
+    shares: list[list[NamedTensor]] = [[] for _ in range(min(count, len(tensors)))]
+    sizes = [0] * len(shares)
+    for named in sorted(tensors, key=lambda named: named.tensor.numel() * named.tensor.element_size(), reverse=True):
+        least = sizes.index(min(sizes))
+        shares[least].append(named)
+        sizes[least] += named.tensor.numel() * named.tensor.element_size()
+    return shares
