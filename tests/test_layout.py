@@ -182,6 +182,20 @@ class TestDistributions:
             assert re.search(rf"^MILES_API = {API}$", path.read_text(), re.M), path
 
 
+def test_each_dependency_says_why_it_is_there_and_nothing_else_does():
+    page = (ROOT / "docs" / "design" / "dependencies.md").read_text(encoding="utf-8")
+    core, plugins, _ = page.split("\n## ")[1:]
+    rows = [*re.findall(r"^\| (.+?) \|", core, re.M)[1:], *re.findall(r"^\| .+? \| (.+?) \|", plugins, re.M)[1:]]
+    explained = [name for row in rows for name in row.split(", ")]
+    declared = set()
+    for project in PROJECTS:
+        data = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+        extras = [each for extra in data.get("optional-dependencies", {}).values() for each in extra]
+        names = {re.split(r"[^\w.-]", each)[0] for each in [*data["dependencies"], *extras]}
+        declared |= names - {CORE}
+    assert sorted(set(explained)) == sorted(declared)
+
+
 class TestSizes:
     """Small tails: nobody opens a file of thousands of lines here."""
 
