@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# Run megatron_moe.py and the tests of one GPU on machines with NVIDIA H200s and no package index. Wheels that the machine
-# lacks lie in the folder named first; Miles is installed from this checkout. Usage: megatron.sh WHEELS one|two
+# Run megatron_moe.py and the tests of one GPU on machines with NVIDIA H200s and no package index. Wheels of Miles, and those
+# that the machine lacks, lie in the folder named first. Usage: megatron.sh WHEELS one|two
 set -uo pipefail
 WHEELS=$1
 SITE=${SITE:-/tmp/megatron-site}
 HERE=$(cd "$(dirname "$0")" && pwd)
-install() { python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" "$@"; }
-install "$WHEELS"/*.whl
-install --no-build-isolation ./miles_core ./miles_fsdp ./miles_megatron ./miles_transports ./plugins/miles-local \
-    ./plugins/miles-tito-chatml
+python3 -m pip install -q --no-index --no-deps --no-compile --no-cache-dir --upgrade --target "$SITE" "$WHEELS"/*.whl || exit
 export PYTHONPATH="$SITE" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ignore
 FOLDER=$(mktemp -d)
 say() { timeout "${LIMIT_S:-70}" python3 "$HERE/megatron_moe.py" "$@"; }
