@@ -65,6 +65,8 @@ def test_a_killed_server_restarts_with_every_committed_session(model: Path, tmp_
     with served(*arguments, *journal) as (url, process):
         after = httpx.post(f"{url}/sessions/{key}/samples", timeout=60).json()["samples"]
         assert after == before
+        counted = httpx.get(f"{url}/metrics", timeout=60).text
+        assert 'miles_tito_session_checked_total{family="chatml"} 1' in counted, counted
         answer = chat(url, key, U, {"role": "assistant", "content": "alpha"}, U)
         assert answer.status_code == 200, answer.text
         process.send_signal(signal.SIGTERM)

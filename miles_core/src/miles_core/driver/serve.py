@@ -129,7 +129,7 @@ async def _serve(factory: SessionFactory, family: str, listen: Listen, say: Say)
         journal = None if listen.journal is None else Journal(listen.journal)
         if journal is not None:
             stack.enter_context(journal.held())
-        store = SessionStore(factory, listen.settings, journal=journal)
+        store = SessionStore(factory, replace(listen.settings, family=family), journal=journal)
         restored = store.restore()
         if journal is not None:
             say(f"journal: {listen.journal}, {restored} session(s) restored")

@@ -113,10 +113,10 @@ async def _samples(store: SessionStore, request: Request) -> Response:
     picker = store.settings.picker if body.leaves is None else PICKERS[body.leaves]
     with store.using(request.path_params["key"]) as entry:
         found = assemble_all(entry.session, prompt_id=body.prompt_id, picker=picker)
-        family = type(entry.session.family).__name__
     facts = {MISMATCH}.union(*(trajectory.metadata for trajectory in found))
     if taken := sorted(facts & body.metadata.keys()):
         raise Refused(400, "the server alone says this of a sample", param=f"metadata.{taken[0]}")
+    family = store.settings.family
     for trajectory in found:
         store.metrics.add("miles_samples_total", status=trajectory.status.value)
         kinds = trajectory.metadata.get(MISMATCH, {}).get("kinds")

@@ -15,6 +15,8 @@ MIB = 1024 * 1024
 class ServerSettings:
     model: str = "policy"
     """Name under which the policy is listed and answers."""
+    family: str = ""
+    """Name by which a run-file picks the token family, for the metrics; empty where nobody told."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=4096))
     """Of sessions that are created without sampling of their own."""
     agent_sampling: AgentSampling = "honour"
