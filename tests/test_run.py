@@ -57,15 +57,20 @@ def test_the_order_of_a_step_is_collect_train_save_publish_evaluate(workspace: W
 
 
 def test_a_directory_of_another_run_is_refused_and_resume_needs_the_same_run_file(workspace: Workspace) -> None:
-    workspace.train(overrides={"schedule.steps": 1})
+    killed = workspace.struck(signal.SIGKILL, 0, name="report.html.partial", overrides={"schedule.steps": 1})
+    assert killed == -signal.SIGKILL
     refused = workspace.train(overrides={"schedule.steps": 1}, code=1)
     assert "--resume" in refused.stderr
     other = workspace.train("--resume", overrides={"optimizer.lr": 0.5}, code=1)
     assert "optimizer.lr" in other.stderr
-    nothing = workspace.train("--resume", overrides={"schedule.steps": 1}, code=1)
-    assert "no work" in nothing.stderr
     lines = workspace.lines()
+    assert not (workspace.directory() / "report.html").exists()
+    rest = workspace.train("--resume", overrides={"schedule.steps": 1})
+    assert "nothing is left to train. To go on, raise schedule.steps." in rest.stdout
+    assert f"report: {workspace.directory()}/report.html" in rest.stdout
+    assert (workspace.directory() / "report.html").exists()
     assert [line["step"] for line in lines] == [0, 1], "what is refused loses nothing"
+    assert workspace.lines() == lines
     metrics = workspace.directory() / "metrics.jsonl"
     metrics.write_bytes(metrics.read_bytes().splitlines(keepends=True)[0])  # killed after its last checkpoint
     workspace.train("--resume", overrides={"schedule.steps": 1})
@@ -128,6 +133,16 @@ def test_nothing_is_left_running(workspace: Workspace) -> None:
             except OSError:
                 continue
             assert mine not in line, line
+
+
+def test_a_run_that_fails_before_its_first_step_says_why_and_reports_nothing(workspace: Workspace) -> None:
+    (workspace.folder / "agent.py").write_text("async def play(task): ...\nraise RuntimeError('no key')\n")
+    agent = {"use": "agent", "function": f"{workspace.folder}/agent.py:play"}
+    done = workspace.train(overrides={"environment": agent}, code=2)
+    assert done.stderr.startswith("error: ")
+    assert "RuntimeError: no key" in done.stderr
+    assert "report" not in done.stdout + done.stderr
+    assert not (workspace.directory() / "report.html").exists()
 
 
 def test_dry_run_prints_the_plan_and_takes_nothing(workspace: Workspace) -> None:

@@ -64,6 +64,8 @@ class LazyGroup(click.Group):
             return super().invoke(ctx)
         except MilesError as error:
             click.echo(f"{click.style('error:', fg='red', bold=True)} {error}", err=True)
+            for note in getattr(error, "__notes__", ()):
+                click.echo(note, err=True)
             ctx.exit(error.exit_code)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)

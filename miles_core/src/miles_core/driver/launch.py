@@ -100,6 +100,27 @@ def _run(resolved: ResolvedRun, registry: Registry, directory: RunDir, display: 
     )
     recorder.event("start", name=spec.name, resume=resume)
     display.start()
+    try:
+        outcome = _outcome(resolved, registry, directory, recorder, display, resume=resume)
+    except Exception as error:
+        for line in _report(directory):  # below the error, which is what one wants to read first
+            error.add_note(line)
+        raise
+    for line in _report(directory):
+        display.say(line)
+    return 0 if outcome == "finished" else INTERRUPTED
+
+
+def _outcome(
+    resolved: ResolvedRun,
+    registry: Registry,
+    directory: RunDir,
+    recorder: Recorder,
+    display: Display,
+    *,
+    resume: bool,
+) -> str:
+    """Run to the end, which is the last event, and say how it ended."""
     outcome = "failed"
     try:
         outcome = asyncio.run(_main(resolved, registry, directory, recorder, display, resume=resume))
@@ -117,8 +138,7 @@ def _run(resolved: ResolvedRun, registry: Registry, directory: RunDir, display: 
             recorder.event("stop", outcome=outcome)
         recorder.close()
         display.stop()
-        _report(directory, display)
-    return 0 if outcome == "finished" else INTERRUPTED
+    return outcome
 
 
 async def _main(
@@ -146,6 +166,12 @@ async def _main(
                     async with open_run(
                         resolved, registry, directory, recorder, stop, resume=resume or restarts.total > 0
                     ) as run:
+                        if run.complete:  # also one that was killed before it had written its report
+                            display.say(
+                                f"{run.start_step} of {run.last_step} steps are done; nothing is left to train. "
+                                "To go on, raise schedule.steps."
+                            )
+                            return "finished"
                         await _watched(run, _loop(run))
                         return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
                 except TrainerLost as error:
@@ -190,15 +216,15 @@ def _trackers(resolved: ResolvedRun, directory: RunDir) -> dict[str, Tracker]:
     }
 
 
-def _report(directory: RunDir, display: Display) -> None:
-    """Write report.html, also after a failed run. If that fails, it must not hide how the run itself ended."""
+def _report(directory: RunDir) -> list[str]:
+    """Write report.html, also after a failed run, and say what is in it. Of a run without a line of metrics it would
+    say nothing. If that fails, it must not hide how the run itself ended."""
     try:
-        for sentence in summary(load_run(directory.path)):
-            display.say(sentence)
-        display.say(f"report: {write_report(directory.path)}")
+        record = load_run(directory.path)
+        return [*summary(record), f"report: {write_report(directory.path)}"] if record.metrics else []
     except Exception as error:
         log.exception("no report")
-        display.say(f"no report: {error}", alarm=True)
+        return [f"no report: {error}"]
 
 
 @contextmanager

@@ -23,18 +23,7 @@ from miles_core.weights.lifecycle import PublishReport
 
 
 def first_step(run: Run) -> int:
-    """The number of steps that are done already.
-
-    Raises:
-        RunError: nothing is left to do.
-    """
-    if run.complete:
-        raise RunError(
-            "this run would do no work",
-            found=f"{run.start_step} of {run.last_step} steps are done",
-            where=str(run.directory.path),
-            do="raise schedule.steps, or start a new name",
-        )
+    """The number of steps that are done already."""
     if warning := uncorrected(run.spec):
         run.recorder.alarm(run.start_step, warning)
     return run.start_step
