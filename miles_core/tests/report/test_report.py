@@ -172,6 +172,32 @@ def test_a_killed_run_says_so(run: Path) -> None:
     page = render(load_run(run))
     assert_sound(page)
     assert "running or killed" in page
+    assert "all 12 steps are done, but not what comes after. `--resume` finishes it." in page
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (None, "was killed, unless it still runs: step 12 was never finished, 11 of 12 steps are done."),
+        ("failed", "failed: step 12 was never finished, 11 of 12 steps are done."),
+        ("interrupted", "was stopped: step 12 was never finished, 11 of 12 steps are done."),
+        ("stopped", "was stopped: 11 of 12 steps are done."),
+        ("finished", None),
+    ],
+)
+def test_a_run_that_was_cut_short_says_where(run: Path, outcome: str | None, said: str | None) -> None:
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:-1]))
+    RunDir(run).event("start", resume=True)
+    if outcome is not None:
+        RunDir(run).event("stop", outcome=outcome)
+    sentence = said and f"The run {said} `--resume` goes on."
+    assert load_run(run).cut_short == sentence
+    told = CliRunner().invoke(main, ["doctor", str(run)]).output.splitlines()[0]
+    assert told == (sentence or "Read 11 of 12 steps.")
+    first, *rest = " ".join(shown(run, None).split()).split("`--resume` goes on. ")
+    assert f"{first}`--resume` goes on." == sentence if rest else sentence is None
+    assert "tokens not measured: the step was never finished" in [first, *rest][-1]
 
 
 def test_a_folder_that_is_no_run_names_the_runs_beside_it(run: Path) -> None:
@@ -201,8 +227,8 @@ def shown(run: Path, sample: int | None, *, colour: bool = False) -> str:
 def test_routes_are_not_missed_where_there_are_none(run: Path, architecture: Any, words: str) -> None:
     model = make_tiny_model(run / "a-model", architecture=architecture)
     record = replace(load_run(run), config={"model": {"path": str(model)}})
-    assert record.reading("routes", {}) == words
-    assert record.reading("tokens", {}) == "not measured"
+    assert record.reading("routes", 0) == words
+    assert record.reading("tokens", 0) == "not measured"
 
 
 def test_a_step_is_a_table_of_its_trajectories(run: Path) -> None:

@@ -32,7 +32,7 @@ def command(context: click.Context, run: Path, as_json: bool) -> None:
 
 
 def _words(diagnosis: Diagnosis) -> str:
-    lines = [f"Read {diagnosis.steps} of {diagnosis.planned} steps.", ""]
+    lines = [diagnosis.cut_short or f"Read {diagnosis.steps} of {diagnosis.planned} steps.", ""]
     for finding in diagnosis.findings:
         lines += [f"{finding.contract}: broken since step {finding.since} ({finding.cause})", f"  {finding.says}"]
         lines += [f"  evidence  {text}" for text in finding.evidence]

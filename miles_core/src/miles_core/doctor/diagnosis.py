@@ -43,6 +43,8 @@ class Diagnosis:
     steps: int
     """Recorded; the diagnosis is of these."""
     planned: int
+    cut_short: str | None = None
+    """Where the run ended, in words; None if it came to its end."""
     state: str | None = None
     """Of an asynchronous run: which side waits for which, in words."""
 
@@ -59,8 +61,7 @@ def diagnose(record: RunRecord) -> Diagnosis:
         inferred = (sign(evidence) for sign in FROM_LOGPROBS)  # lazily: the last one may load a model
         first = next((finding for finding in inferred if finding is not None), None)
         findings = [] if first is None else [first]
-    last = record.at(record.steps)
-    readings = tuple((name, record.reading(name, last)) for name in CONTRACTS)
+    readings = tuple((name, record.reading(name, record.steps)) for name in CONTRACTS)
     found = verdict_of_steps(record.metrics, record.timings)
     state = None if found is None else f"{found.verdict}: {found.sentence}"
     return Diagnosis(
@@ -68,7 +69,8 @@ def diagnose(record: RunRecord) -> Diagnosis:
         readings=readings,
         blind=_blind(evidence),
         steps=record.steps,
-        planned=int(record.config.get("schedule", {}).get("steps", record.steps)),
+        planned=record.planned,
+        cut_short=record.cut_short,
         state=state,
     )
 

@@ -69,9 +69,8 @@ def _header(run: RunRecord) -> str:
     ended = run.events[-1]["time"] if run.events else None
     last = next((event for event in reversed(run.events) if event["event"] in ("stop", "start")), None)
     outcome = "running or killed" if last is None or last["event"] == "start" else str(last.get("outcome", "stopped"))
-    wanted = (run.config.get("schedule") or {}).get("steps", "?")
     facts = {
-        "steps": f"{run.steps} of {wanted}",
+        "steps": f"{run.steps} of {run.planned}",
         "model": Path(str((run.config.get("model") or {}).get("path", "?"))).name,
         "environment": _pick(run.config.get("environment")),
         "algorithm": f"{_pick(run.config.get('advantage'))}, {_pick(run.config.get('loss'))}",
@@ -92,7 +91,7 @@ def _header(run: RunRecord) -> str:
 def summary(run: RunRecord) -> list[str]:
     """What one wants to know first, a sentence each: first against last quarter, first against last evaluation."""
     rewards = [value for _, value in run.series("rollout/reward_mean")]
-    sentences = []
+    sentences = [run.cut_short] if run.cut_short else []
     if found := quarters(rewards):
         (first, first_error), (last, last_error) = found
         error = math.hypot(first_error, last_error)

@@ -182,13 +182,15 @@ def contracts_view(record: RunRecord, step: int) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     for contract in CONTRACTS:
-        table.add_row(contract, record.reading(contract, record.at(step)))
+        table.add_row(contract, record.reading(contract, step))
     return table
 
 
 def show(console: Console, record: RunRecord, step: int, sample: int | None, tokenizer: ChatTokenizer | None) -> None:
-    """Print the contracts of the step and its table, or the trajectory `sample`."""
+    """Print the contracts of the step and its table, or the trajectory `sample`; before it, where a run was cut short."""
     rows = record.rollouts(step)
+    if record.cut_short:
+        console.print(Text(f"{record.cut_short}\n", style="yellow"))
     if sample is None:
         console.print(Group(contracts_view(record, step), Text(), summary_table(rows)))
     else:

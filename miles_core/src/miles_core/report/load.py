@@ -47,6 +47,24 @@ class RunRecord:
         """Training steps recorded; step 0 holds an evaluation only."""
         return max((int(line["step"]) for line in self.metrics), default=0)
 
+    @property
+    def planned(self) -> int:
+        """Training steps that the run-file asks for."""
+        return int((self.config.get("schedule") or {}).get("steps", self.steps))
+
+    @cached_property
+    def cut_short(self) -> str | None:
+        """Where a run ended that did not come to its end, in words; None of one that did, or that left no events."""
+        last = next((event for event in reversed(self.events) if event["event"] in ("start", "stop")), {})
+        outcome = last.get("outcome", "killed") if last else "finished"
+        how = {"killed": "was killed, unless it still runs", "failed": "failed"}.get(outcome, "was stopped")
+        if outcome == "finished":
+            return None
+        if self.steps >= self.planned:
+            return f"The run {how}: all {self.planned} steps are done, but not what comes after. `--resume` finishes it."
+        step = "" if outcome == "stopped" else f"step {self.steps + 1} was never finished, "
+        return f"The run {how}: {step}{self.steps} of {self.planned} steps are done. `--resume` goes on."
+
     def series(self, name: str, *, clock: bool = False) -> list[tuple[int, float]]:
         """(step, value) of a metric wherever it was recorded and finite."""
         lines = self.timings if clock else self.metrics
@@ -74,10 +92,13 @@ class RunRecord:
         except (ModelFolderError, KeyError, TypeError):
             return None
 
-    def reading(self, contract: str, metrics: Mapping[str, float]) -> str:
+    def reading(self, contract: str, step: int) -> str:
         """What a contract measured on a step, in words."""
-        absent = "none: the model is dense" if contract == "routes" and self.has_experts is False else "not measured"
-        return figures_text(contract, metrics) or absent
+        if figures := figures_text(contract, self.at(step)):
+            return figures
+        if contract == "routes" and self.has_experts is False:
+            return "none: the model is dense"
+        return "not measured" + (": the step was never finished" if step > self.steps else "")
 
     @cached_property
     def rollout_steps(self) -> list[int]:
