@@ -112,6 +112,13 @@ def test_without_evaluation_and_interim_checkpoints_there_is_one_save(model: Pat
     assert (made.evaluations, made.trajectories_per_evaluation, made.checkpoints) == (0, 0, 1)
 
 
+@pytest.mark.parametrize(("every_steps", "noted"), [(None, True), (5, False)])
+def test_held_out_data_that_no_evaluation_reads_is_noted(model: Path, every_steps: int | None, noted: bool) -> None:
+    data = {"train": "a.jsonl", "eval": "b.jsonl"}
+    notes = make_plan(run(model, data=data, eval={"every_steps": every_steps}), SMALL).notes
+    assert ("evaluation is off, so nothing reads data.eval" in notes) is noted
+
+
 def test_trainer_memory_is_whole_where_the_backend_does_not_say(model: Path) -> None:
     three = make_plan(run(model, placement={"trainer_ranks": 3}, objective={"kl_coef": 0.1}), SMALL)
     assert list(sizes(three, "trainer").values()) == [4 * PARAMETERS, 4 * PARAMETERS, 8 * PARAMETERS, 2 * PARAMETERS]
@@ -158,6 +165,10 @@ def test_places_share_or_split_devices(model: Path) -> None:
     assert "needs 3 CUDA devices; this machine has 2" in made.notes
     shared = make_plan(run(model, tags=own, placement={"trainer_ranks": 2, "engines": 2}), GPUS)
     assert [p.device for p in shared.places] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert re.search(r"trainers 0 to 1 +cuda:0 to cuda:1 +process: its own\n  engine 0 +cuda:2 +process", render(made))
+    fleet = {"placement": {"engines": 31}, "eval": {"every_steps": 1, "on": "dedicated", "engines": 32}}
+    said = render(make_plan(run(model, **fleet), SMALL))
+    assert re.search(r"engines 0 to 30 +cpu .*\n  eval engines 31 to 62 +cpu +process: driver\n\n", said)
     assert {p.device for p in make_plan(run(model), SMALL).places} == {"cpu"}
     assert {p.device for p in make_plan(run(model, placement={"device": "cpu"}), GPUS).places} == {"cpu"}
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -297,6 +298,8 @@ def _with_notes(plan: Plan, run: ResolvedRun) -> Plan:
         notes.append(f"the estimate of {show_bytes(need)} exceeds what {where} has ({show_bytes(limit)})")
     if warning := uncorrected(run.spec):
         notes.append(warning)
+    if run.spec.data and run.spec.data.eval and run.spec.eval.every_steps is None:
+        notes.append("evaluation is off, so nothing reads data.eval")
     if "tito_family" not in run.one:
         notes.append("session.family is null: the one installed family that claims the checkpoint is taken at start")
     return replace(plan, notes=tuple(notes))
@@ -326,7 +329,6 @@ def render(plan: Plan) -> str:
     loads = [
         (each.kind, each.name, f"{each.distribution} {each.version}".strip(), each.load) for each in plan.components
     ]
-    places = [(f"{each.role} {each.index}", each.device, f"process: {each.process}") for each in plan.places]
     memory = [(_ROLES[each.role], show_bytes(each.num_bytes), each.what) for each in plan.memory]
     memory += [(_ROLES[role], show_bytes(plan.bytes_of(role)), "together") for role in _ROLES if plan.memory]
     lines = [
@@ -334,7 +336,7 @@ def render(plan: Plan) -> str:
         f"model    {plan.model} ({size})",
         f"machine  {_host_text(plan.host)}; device {plan.device}",
         *_table("loads", loads),
-        *_table("places", places),
+        *_table("places", _place_rows(plan.places)),
         *_table("amounts", _amount_rows(plan.amounts)),
         *_table("memory estimate, without activations of engines", memory),
         *_table("kernel contract of engine and trainer (true-on-policy)", plan.kernels),
@@ -356,6 +358,18 @@ def _amount_rows(a: Amounts) -> list[tuple[str, str, str]]:
     ]
     if a.evaluations:
         rows.append(("evaluations", f"{a.evaluations:,}", f"{a.trajectories_per_evaluation:,} trajectories each"))
+    return rows
+
+
+def _place_rows(places: Sequence[Place]) -> list[tuple[str, str, str]]:
+    """A line for those of one role: they are on one device, or on one each in order."""
+    rows = []
+    for (role, process), group in itertools.groupby(places, key=lambda each: (each.role, each.process)):
+        same = list(group)
+        first, last = same[0], same[-1]
+        name = f"{role} {first.index}" if first is last else f"{role}s {first.index} to {last.index}"
+        devices = list(dict.fromkeys((first.device, last.device)))
+        rows.append((name, " to ".join(devices), f"process: {process}"))
     return rows
 
 

@@ -88,3 +88,20 @@ def test_init_names_a_model_that_is_there_and_the_run_validates(
     assert CliRunner().invoke(main, ["init"]).exit_code == 0
     result = CliRunner().invoke(main, ["validate", "run.yaml"])
     assert (result.exit_code, result.stdout) == (0, "run.yaml: no problems.\n")
+    model.rename(tmp_path / "elsewhere")
+    made = CliRunner().invoke(main, ["init", "mine", "--model", "elsewhere"])
+    then = made.stdout.splitlines()[-1].removeprefix("then: miles ")
+    assert CliRunner().invoke(main, then.split()).stdout == "mine/run.yaml: no problems.\n"
+    refused = CliRunner().invoke(main, ["init", "other", "--model", "org/name"])
+    assert refused.exit_code == 2
+    assert "hf download org/name --local-dir models/name" in refused.stderr
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_table_of_problems_keeps_its_columns_below_an_error(tmp_path: Path) -> None:
+    (tmp_path / "run.yaml").write_text(BAD)
+    result = CliRunner().invoke(main, ["train", str(tmp_path / "run.yaml"), "--dry-run"])
+    assert result.exit_code == 2
+    first, *table = result.stderr.splitlines()
+    assert first == "error: the run-file does not describe a run"
+    assert "\n".join(table) + "\n" == CliRunner().invoke(main, ["validate", str(tmp_path / "run.yaml")]).stdout

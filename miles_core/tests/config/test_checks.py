@@ -149,6 +149,32 @@ def test_a_model_folder_without_an_essential_file_is_refused(workplace: Path, re
     assert problem.path == "model.path"
 
 
+def test_a_name_on_the_hub_gets_the_way_to_a_folder(workplace: Path, registry: Registry) -> None:
+    problem = only(registry, "model=HuggingFaceTB/SmolLM2-135M-Instruct")
+    wanted = "`hf download HuggingFaceTB/SmolLM2-135M-Instruct --local-dir models/SmolLM2-135M-Instruct`"
+    assert wanted in str(problem.do)
+    (workplace / "models").mkdir()
+    for path in ("models/x", "./a/b", "~/models", "a/b/c"):  # of a folder that is not there yet, or misspelt
+        assert "if this is a name there" not in str(only(registry, f"model={path}").do)
+
+
+def test_null_switches_evaluation_off_whatever_the_section_held(workplace: Path, registry: Registry) -> None:
+    text = BASE.replace("data: train.jsonl", "data: {train: train.jsonl, eval: heldout.jsonl}")
+    text += "eval: {every_steps: 2, prompts: 3, on: dedicated, engines: 1}\nplacement: {mode: separate}\n"
+    for off in (["eval=null"], ["eval={every_steps: null}"]):
+        run, found = check_run(parse(text, off), registry)
+        assert found == []
+        assert run is not None
+        assert run.spec.eval.every_steps is None
+        assert run.spec.eval.engines is None
+    assert {p.path for p in problems(registry, "eval.every_steps=null", text=text)} == {
+        "eval.prompts",
+        "eval.on",
+        "eval.engines",
+    }
+    assert "eval: null" in str(problems(registry, "eval.every_steps=null", text=text)[0].do)
+
+
 def test_empty_and_unknown_data_is_refused(workplace: Path, registry: Registry) -> None:
     (workplace / "train.jsonl").write_text("")
     assert "is empty" in only(registry).message

@@ -245,13 +245,13 @@ run.yaml:12  schedule.max_stalness      unknown key. Did you mean `max_staleness
 
 def test_the_report_puts_the_file_first_and_counts() -> None:
     error = RunFileError([PROBLEMS[2], *PROBLEMS[:2], PROBLEMS[0]])
-    assert str(error) == TEXT
+    assert str(error) == f"the run-file does not describe a run\n{TEXT}"
     assert error.problems == PROBLEMS
 
 
 def test_the_report_survives_pickling_and_exists_as_json() -> None:
     error = pickle.loads(pickle.dumps(RunFileError(PROBLEMS)))
-    assert (str(error), error.problems, error.exit_code) == (TEXT, PROBLEMS, 2)
+    assert (render_text(error.problems), error.problems, error.exit_code) == (TEXT, PROBLEMS, 2)
     assert '"rule": "ring-separate"' in render_json(PROBLEMS)
     assert '"ok": true' in render_json(())
     assert render_text(()) == "no problems."

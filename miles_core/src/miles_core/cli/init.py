@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from miles_core.capability import KINDS, State
+from miles_core.config.files import check_model
 from miles_core.config.picks import default_pick
 from miles_core.errors import ConfigError
 from miles_core.registry import Registry, discover
@@ -90,6 +91,9 @@ def command(directory: Path, model: Path | None) -> None:
             expected="a folder without " + ", ".join(files),
             do="choose another: miles init OTHER_DIRECTORY",
         )
+    if model is not None:
+        for wrong in check_model("--model", str(model)):
+            raise ConfigError(wrong.message, where="--model", do=wrong.do)
     found = model or _find_model(directory)
     files["run.yaml"] = run_file(discover(), directory, found)
     directory.mkdir(parents=True, exist_ok=True)
@@ -97,7 +101,7 @@ def command(directory: Path, model: Path | None) -> None:
         (directory / name).write_text(text, encoding="utf-8")
         click.echo(f"wrote {directory / name}")
     if found is None:
-        click.echo("next: put the path of your model into run.yaml")
+        click.echo("next: put the path of your model into run.yaml; `miles init --model PATH` does it for you")
     click.echo(f"then: miles validate {shlex.quote(str(directory / 'run.yaml'))}")
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,9 @@ FILE_CHECKS = (
     FileCheck("MIL704", "The held-out split is not the training file."),
 )
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+"""Such as ``HuggingFaceTB/SmolLM2-135M-Instruct``."""
+
 
 def absolute(text: str) -> Path:
     """A path of the run-file: `~` is expanded, and a relative one starts where the command was started."""
@@ -42,7 +46,7 @@ def absolute(text: str) -> Path:
 
 def check_files(spec: RunSpec) -> Iterator[Found]:
     """Every file that is missing or plainly of the wrong kind."""
-    yield from _attempt(_check_model, "model.path", spec.model.path)
+    yield from _attempt(check_model, "model.path", spec.model.path)
     if spec.data is not None:
         yield from _attempt(_check_data, "data.train", spec.data.train)
         if spec.data.eval is not None:
@@ -53,10 +57,10 @@ def check_files(spec: RunSpec) -> Iterator[Found]:
                 )
 
 
-def _attempt(check: Callable[[str, Path], Iterator[Found]], path: str, text: str) -> list[Found]:
+def _attempt(check: Callable[[str, str], Iterator[Found]], path: str, text: str) -> list[Found]:
     """The findings of a check; a name that the file system cannot even look up is one too."""
     try:
-        return list(check(path, absolute(text)))
+        return list(check(path, text))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return [
@@ -68,13 +72,21 @@ def _found(id: str, path: str, message: str, do: str) -> Found:
     return Found(id=id, path=path, message=message, do=do, reads=(path,))
 
 
-def _check_model(path: str, folder: Path) -> Iterator[Found]:
+def check_model(path: str, text: str) -> Iterator[Found]:
+    """Whether `text`, found at `path`, names a folder that a run can train."""
+    folder = absolute(text)
     do = (
         "give the path of a Hugging Face folder, relative to where you start miles; "
         "nothing is downloaded from the Hub: `hf download NAME --local-dir FOLDER` does that"
     )
     if not folder.is_dir():
         reason = "is no folder" if folder.exists() else "does not exist"
+        if not folder.parent.exists() and _HUB_NAME.fullmatch(text):
+            place = f"models/{text.partition('/')[2]}"
+            do = (
+                f"nothing is downloaded from the Hub; if this is a name there, `hf download {text} --local-dir {place}` "
+                f"gets the folder, and the model is {place}"
+            )
         yield _found("MIL701", path, f"{folder} {reason}", do)
         return
     try:
@@ -110,7 +122,8 @@ def _has_chat_template(folder: Path) -> bool:
     return isinstance(config, dict) and bool(config.get("chat_template"))
 
 
-def _check_data(path: str, place: Path) -> Iterator[Found]:
+def _check_data(path: str, text: str) -> Iterator[Found]:
+    place = absolute(text)
     do = "give a .jsonl or .parquet file, or a folder saved by `datasets`; a relative path starts where you start miles"
     if not place.exists():
         yield _found("MIL703", path, f"{place} does not exist", do)

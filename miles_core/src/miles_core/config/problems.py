@@ -60,7 +60,8 @@ class RunFileError(ConfigError):
 
     def __init__(self, problems: Iterable[Problem]) -> None:
         self.problems: tuple[Problem, ...] = in_order(problems)
-        super().__init__(render_text(self.problems))
+        # A line of its own before the table, since whoever prints an error puts something before its first line.
+        super().__init__(f"the run-file does not describe a run\n{render_text(self.problems)}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.problems,)

@@ -142,7 +142,9 @@ _GONE = object()
 
 def _read_core(work: _Work) -> RunSpec | None:
     """The core sections; where they are wrong, the spec of what is left once the wrong values are taken out."""
-    tree: dict[str, Any] = work.source.tree
+    tree: dict[str, Any] = dict(work.source.tree)
+    if tree.get("eval", ...) is None:  # off, as its defaults are: `--set eval=null` takes the whole section away
+        del tree["eval"]
     parsed = translate.read(RunSpec, tree, work.source)
     work.problems += parsed.problems
     for _ in range(8):  # taking out a value may leave a required key missing, so it takes a few rounds

@@ -35,8 +35,9 @@ def run_file_schema(registry: Registry) -> Schema:
     for kind, section in SECTIONS.items():
         definitions[f"{kind} pick"] = _pick_schema(kind, registry, definitions)
         _point_at(root, definitions, section, {"$ref": f"{_REF}{kind} pick"}, many=KINDS[kind].many)
-    _allow_text(root, "model")
-    _allow_text(root, "data")
+    _allow(root, "model", "string")
+    _allow(root, "data", "string")
+    _allow(root, "eval", "null")
     return {"$schema": DRAFT, **root, "title": "Miles run-file", "definitions": definitions}
 
 
@@ -112,11 +113,11 @@ def _point_at(root: Schema, definitions: Schema, section: tuple[str, ...], targe
     at["properties"][section[-1]] = {"anyOf": members, **_described(old)}
 
 
-def _allow_text(root: Schema, name: str) -> None:
-    """A section whose main key may be written as a bare text."""
+def _allow(root: Schema, name: str, shape: str) -> None:
+    """A section that may also be a bare text, its main key, or null."""
     old = root["properties"][name]
     members = old.get("anyOf") or [{"$ref": old["$ref"]}]
-    root["properties"][name] = {"anyOf": [{"type": "string"}, *members], **_described(old)}
+    root["properties"][name] = {"anyOf": [{"type": shape}, *members], **_described(old)}
 
 
 def _described(property_schema: Schema) -> Schema:

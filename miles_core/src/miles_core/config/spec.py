@@ -352,7 +352,7 @@ class RunSpec(Section):
     precision: PrecisionSpec = PrecisionSpec()
     """In which arithmetic both sides compute."""
     eval: EvalSpec = EvalSpec()
-    """Evaluation on held-out prompts."""
+    """Evaluation on held-out prompts; null is off."""
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When to save, and what to keep."""
     tracking: TrackingSpec = TrackingSpec()

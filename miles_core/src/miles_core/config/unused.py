@@ -40,10 +40,10 @@ UNUSED: tuple[Unused, ...] = (
     ),
     Unused(
         id="MIL902",
-        paths=("data.eval", "eval.prompts", "eval.samples_per_prompt", "eval.sampling", "eval.on", *EVAL_LATE),
+        paths=("eval.prompts", "eval.samples_per_prompt", "eval.sampling", "eval.on", *EVAL_LATE),
         when=lambda s: s.spec.eval.every_steps is None,
         because="evaluation is off, so nothing reads it",
-        do="set eval.every_steps, or remove it",
+        do="set eval.every_steps, or remove it; `eval: null` is off, whatever else the section held",
         reads=("eval.every_steps",),
     ),
     Unused(
