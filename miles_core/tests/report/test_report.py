@@ -172,7 +172,7 @@ def test_a_killed_run_says_so(run: Path) -> None:
     page = render(load_run(run))
     assert_sound(page)
     assert "running or killed" in page
-    assert "all 12 steps are done, but not what comes after. `--resume` finishes it." in page
+    assert "all 12 steps are done, not what comes after. `--resume` finishes it." in page
 
 
 @pytest.mark.parametrize(

@@ -84,8 +84,8 @@ def check_model(path: str, text: str) -> Iterator[Found]:
         if not folder.parent.exists() and _HUB_NAME.fullmatch(text):
             place = f"models/{text.partition('/')[2]}"
             do = (
-                f"nothing is downloaded from the Hub; if this is a name there, `hf download {text} --local-dir {place}` "
-                f"gets the folder, and the model is {place}"
+                f"nothing is downloaded from the Hub; if this is a name there, "
+                f"`hf download {text} --local-dir {place}` gets the folder, and the model is {place}"
             )
         yield _found("MIL701", path, f"{folder} {reason}", do)
         return

@@ -166,12 +166,6 @@ async def _main(
                     async with open_run(
                         resolved, registry, directory, recorder, stop, resume=resume or restarts.total > 0
                     ) as run:
-                        if run.complete:  # also one that was killed before it had written its report
-                            display.say(
-                                f"{run.start_step} of {run.last_step} steps are done; nothing is left to train. "
-                                "To go on, raise schedule.steps."
-                            )
-                            return "finished"
                         await _watched(run, _loop(run))
                         return "stopped" if stop.requested and run.saved_step != run.last_step else "finished"
                 except TrainerLost as error:
@@ -185,7 +179,12 @@ async def _main(
 
 
 async def _loop(run: Run) -> None:
-    """Run the loop, then wait for open evaluations. A run that was stopped leaves them to its `--resume`."""
+    """Run the loop, then wait for open evaluations. A run that was stopped leaves them to its `--resume`.
+    One that was done already, but killed perhaps before it had written its report, has only that to do."""
+    if run.complete:
+        done = f"{run.start_step} of {run.last_step} steps are done; nothing is left to train."
+        run.recorder.say(f"{done} To go on, raise schedule.steps.")
+        return
     await LOOPS[run.spec.schedule.mode](run)
     if run.late is not None and not (run.stop.requested and run.saved_step != run.last_step):
         await run.late.drain()

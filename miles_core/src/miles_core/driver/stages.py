@@ -12,7 +12,7 @@ from miles_core.contracts import logprobs, routes, tokens, versions
 from miles_core.contracts.report import Report, Verdict
 from miles_core.driver import checkpoint, recovery
 from miles_core.driver.run import Run
-from miles_core.errors import ContractError, RunError
+from miles_core.errors import ContractError
 from miles_core.kinds.backend import RouteCounts, StepMetrics
 from miles_core.rollout.evaluate import evaluate
 from miles_core.rollout.scheduler import Collected, collect

@@ -187,7 +187,7 @@ def contracts_view(record: RunRecord, step: int) -> RenderableType:
 
 
 def show(console: Console, record: RunRecord, step: int, sample: int | None, tokenizer: ChatTokenizer | None) -> None:
-    """Print the contracts of the step and its table, or the trajectory `sample`; before it, where a run was cut short."""
+    """Print where the run was cut short, then the contracts of the step and its table, or the trajectory `sample`."""
     rows = record.rollouts(step)
     if record.cut_short:
         console.print(Text(f"{record.cut_short}\n", style="yellow"))

@@ -61,7 +61,7 @@ class RunRecord:
         if outcome == "finished":
             return None
         if self.steps >= self.planned:
-            return f"The run {how}: all {self.planned} steps are done, but not what comes after. `--resume` finishes it."
+            return f"The run {how}: all {self.planned} steps are done, not what comes after. `--resume` finishes it."
         step = "" if outcome == "stopped" else f"step {self.steps + 1} was never finished, "
         return f"The run {how}: {step}{self.steps} of {self.planned} steps are done. `--resume` goes on."
 
