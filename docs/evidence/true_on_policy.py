@@ -20,9 +20,10 @@ import numpy as np
 import torch
 import transformers
 
-from miles_core.kinds.backend import BackendContext, LossSettings, OptimizerSettings
+from miles_core.kinds.backend import BackendContext, LossSettings
 from miles_core.kinds.engine import EngineContext, GenerateRequest
 from miles_core.numerics.profiles import PROFILES
+from miles_core.testing.backend_oracle import ADAMW
 from miles_core.testing.tiny import write_tiny_tokenizer
 from miles_core.types import SamplingParams, TrainBatch, WeightBucket
 from miles_fsdp.backend import FsdpBackend
@@ -32,17 +33,7 @@ from miles_local.options import LocalOptions
 
 Row = tuple[list[int], list[int], list[float]]
 """Prompt, sampled tokens, their log-probs."""
-OPTIMIZER = OptimizerSettings(
-    lr=1e-5,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_ratio=0.0,
-    total_steps=100,
-    clip_grad_norm=1.0,
-)
+OPTIMIZER = replace(ADAMW, lr=1e-5, total_steps=100, clip_grad_norm=1.0)
 LOSS = LossSettings(load="miles_core.algorithms.losses:ppo_clip", options={"low": 0.2, "high": 0.28, "dual_clip": None})
 started = time.perf_counter()
 

@@ -1,6 +1,6 @@
 """Two ranks that run every scenario once and write what they found; started by `test_two_ranks`.
 
-Run as ``python ranks.py RANK FOLDER cpu|cuda``.
+Run as ``python ranks.py RANK WORLD FOLDER cpu|cuda``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,13 @@ import torch.distributed as dist
 from miles_core.errors import MilesError
 from miles_core.kinds.backend import BackendContext, LossSettings, OptimizerSettings
 from miles_core.testing.backend import weights
-from miles_core.testing.backend_oracle import LOSS, PROBE, example_batch
+from miles_core.testing.backend_oracle import LOSS, PROBE, TRAINING, example_batch
 from miles_core.testing.replay import routed_batch
 from miles_core.types import RouteMode, TrainBatch
 from miles_fsdp.backend import FsdpBackend
 from miles_fsdp.options import FsdpOptions
 
 LENGTHS = (7, 2, 19, 12, 5, 3)
-TRAINING = replace(PROBE, lr=0.05, eps=1e-8, schedule="cosine", warmup_steps=1, clip_grad_norm=0.1, weight_decay=0.1)
 
 
 def backend(
@@ -155,12 +154,12 @@ def run(rank: int, folder: Path, device: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    rank, folder, device = int(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
+    rank, world, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
     if device == "cuda":
         torch.cuda.set_device(rank)
     collectives = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(collectives, init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.init_process_group(collectives, init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     torch.save(run(rank, folder, device), folder / f"results-{rank}.pt")
     dist.destroy_process_group()
 

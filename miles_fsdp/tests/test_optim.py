@@ -7,21 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from miles_core.kinds.backend import OptimizerSettings
+from miles_core.testing.backend_oracle import ADAMW
 from miles_core.trainer.schedule import decays, learning_rate
 from miles_fsdp.optim import Optimizer, clip, grad_norm, nonfinite
 
-SETTINGS = OptimizerSettings(
-    lr=2.0,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_ratio=0.1,
-    total_steps=10,
-    clip_grad_norm=1.0,
-)
+SETTINGS = replace(ADAMW, lr=2.0, min_lr_ratio=0.1, clip_grad_norm=1.0)
 
 
 @pytest.mark.parametrize(

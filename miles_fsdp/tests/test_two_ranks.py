@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +12,17 @@ import torch
 from miles_core.testing.backend_oracle import expected_update
 from miles_core.testing.replay import routed_batch
 from miles_core.testing.tiny import make_tiny_model
+from miles_core.testing.together import DEVICES, run_ranks
 
 from . import ranks
 
-STRICT = ("-W", "error")
 ROUNDING = {"cpu": 1e-6, "cuda": 1e-5}
 """Relative to the largest gradient; models take norms and rotary tables in float32, which a GPU rounds otherwise."""
 Results = tuple[dict[str, Any], dict[str, Any]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        "cpu",
-        pytest.param(
-            "cuda",
-            marks=[
-                pytest.mark.gpu,
-                pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs"),
-            ],
-        ),
-    ],
-)
+@pytest.fixture(scope="module", params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
-    """``cpu`` for two gloo ranks, ``cuda`` for two NCCL ranks."""
     return str(request.param)
 
 
@@ -66,21 +50,7 @@ def alone(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def both(folder: Path, alone: dict[str, Any], device: str) -> Results:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    commands = [
-        [sys.executable, *(STRICT if device == "cpu" else ()), ranks.__file__, str(rank), str(folder), device]
-        for rank in (0, 1)
-    ]
-    started = [
-        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
-        for command in commands
-    ]
-    try:
-        said = [process.communicate(timeout=600)[0] for process in started]
-    finally:
-        for process in started:
-            process.kill()
-    assert [process.returncode for process in started] == [0, 0], "\n".join(said)
+    run_ranks(Path(ranks.__file__), folder, 2, [device], strict=device == "cpu")
     loaded = [torch.load(folder / f"results-{rank}.pt", weights_only=False) for rank in (0, 1)]
     return loaded[0], loaded[1]
 

@@ -13,14 +13,14 @@ import numpy as np
 from miles_core.kinds.backend import BackendContext
 from miles_core.testing import backend_oracle
 from miles_core.testing.backend import weights
-from miles_core.testing.backend_oracle import LOSS, example_batch
+from miles_core.testing.backend_oracle import LOSS, TRAINING, example_batch
+from miles_core.testing.live_bytes import CHUNK, TOKENS, peak_of_a_step
 from miles_core.types import UNRECORDED, TrainBatch
 from miles_megatron.backend import MegatronBackend
 from miles_megatron.options import MegatronOptions
 
 LENGTHS = (7, 2, 19, 12, 5, 3)
 PROBE = replace(backend_oracle.PROBE, eps=100.0)
-TRAINING = replace(PROBE, lr=0.05, eps=1e-8, schedule="cosine", warmup_steps=1, clip_grad_norm=0.1, weight_decay=0.1)
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,27 @@ def converted(place: Place, **options: Any) -> dict[str, Any]:
     return result
 
 
+MEMORY_OF = {"qwen3": 128, "qwen3-moe": 64}
+"""Hidden width of the models whose steps are measured, in folders ``memory-NAME``."""
+
+
+def memory_options(*, recompute: bool, **options: Any) -> MegatronOptions:
+    return MegatronOptions(
+        recompute="full" if recompute else "none", micro_batch_tokens=TOKENS, logprob_chunk_tokens=CHUNK, **options
+    )
+
+
+def memory(place: Place, *, model: str, **options: Any) -> int:
+    """Bytes at the peak of one step of four micro-batches."""
+    return peak_of_a_step(
+        lambda context: MegatronBackend(memory_options(**options), context),
+        place.folder / f"memory-{model}",
+        rank=place.rank,
+        world=place.world,
+        micro_batches=4,
+    )
+
+
 def refused(place: Place, *, model: str, **options: Any) -> list[str]:
     """A NaN on one rank's tokens: every rank refuses the step, weights stay, and the next one is taken."""
     (batch,) = batches(1)
@@ -183,9 +204,21 @@ ALL |= {
     "refused pp2": partial(refused, model="qwen3", pipeline_parallel=2),
     "refused dp2": partial(refused, model="qwen3"),
 }
+MEMORY: dict[str, tuple[str, dict[str, Any]]] = {
+    f"memory {how}{', recomputed' if recompute else ''}": (model, {**options, "recompute": recompute})
+    for how, model, options in (
+        ("tp2 sp", "qwen3", {"tensor_parallel": 2, "sequence_parallel": True}),
+        ("vpp2", "qwen3", {"pipeline_parallel": 2, "virtual_pipeline": 2}),
+        ("ep2", "qwen3-moe", {"expert_parallel": 2}),
+        ("dp2 distributed", "qwen3", {"distributed_optimizer": True}),
+    )
+    for recompute in (False, True)
+}
+"""Model and options by scenario."""
+ALL |= {name: partial(memory, model=model, **options) for name, (model, options) in MEMORY.items()}
 REPLAYED = ("qwen3-moe replay tp2 sp", "qwen3-moe replay ep2", "deepseek-v3 replay vpp2", "qwen3-moe replay cp2")
 CONVERTED = ("converted tp2", "converted vpp2", "converted ep2")
-OTHERS = ("trained tp2", "continued ep2", "continued pp2", *CONVERTED, "refused pp2", "refused dp2")
+OTHERS = (*MEMORY, "trained tp2", "continued ep2", "continued pp2", *CONVERTED, "refused pp2", "refused dp2")
 FAST = (
     "qwen3 dp2",
     "qwen3 tp2",

@@ -8,8 +8,7 @@ import pytest
 
 import miles_megatron.start  # noqa: F401
 from miles_core.planning.sizes import read_sizes
-from miles_core.testing.live_bytes import peak_of_a_step
-from miles_core.testing.tiny import make_tiny_model
+from miles_core.testing.live_bytes import CASES, Case, peak_of_a_step
 from miles_megatron.backend import MegatronBackend
 from miles_megatron.checkpoint_folder import Fields, open_folder
 from miles_megatron.known import table_for
@@ -17,39 +16,16 @@ from miles_megatron.layouts import Heads
 from miles_megatron.memory import plan
 from miles_megatron.options import MegatronOptions
 
+from . import scenarios
 from .models import DENSE, SPARSE, write_models
 
-TOKENS, CHUNK = 1024, 256
 
-# In bfloat16 attention widens to float32 on CPU; kept for every layer, that is memory no GPU would need.
-CASES = [
-    ("qwen3", "float32", False, 128),
-    ("qwen3", "float32", True, 128),
-    ("qwen3", "bfloat16", True, 128),
-    ("qwen3-moe", "float32", False, 64),
-    ("llama", "float32", False, 256),
-]
-
-
-@pytest.mark.parametrize(("architecture", "dtype", "recompute", "hidden"), CASES)
-def test_the_plan_is_within_a_tenth_of_the_measured_peak(
-    tmp_path: Path, architecture: str, dtype: str, recompute: bool, hidden: int
-) -> None:
-    folder = make_tiny_model(
-        tmp_path,
-        architecture=architecture,  # type: ignore[arg-type]
-        layers=4,
-        hidden=hidden,
-        vocab=1000,
-        context=1024,
-        dtype=dtype,  # type: ignore[arg-type]
-    )
-    options = MegatronOptions(
-        recompute="full" if recompute else "none", micro_batch_tokens=TOKENS, logprob_chunk_tokens=CHUNK
-    )
-    measured = peak_of_a_step(lambda context: MegatronBackend(options, context), folder, TOKENS)
-    planned = plan(options, read_sizes(folder), 1, False)
-    assert planned.total == pytest.approx(measured, rel=0.10)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_plan_is_within_a_tenth_of_the_measured_peak(tmp_path: Path, case: Case) -> None:
+    folder = case.write(tmp_path)
+    options = scenarios.memory_options(recompute=case.recompute)
+    measured = peak_of_a_step(lambda context: MegatronBackend(options, context), folder)
+    assert plan(options, read_sizes(folder), 1, False).total == pytest.approx(measured, rel=0.10)
 
 
 @pytest.mark.parametrize("name", [*DENSE, *SPARSE])

@@ -146,6 +146,10 @@ def _megatron_stage(sizes: Sizes, layout: Layout, work: Work, stage: int) -> Ran
     # Unfused, Megatron keeps one more copy of half the gated width and of each branch before it is added.
     more = (sizes.ffn_width / layout.tp + 2 * sizes.hidden) * element
     items += _activations(sizes, work, tokens, len(held), layout.waiting(stage), layout, more)
+    if layout.pp > 1:
+        # While a layer computes: a gradient that came from the next stage, and one on its way to the last.
+        width = sizes.hidden / (layout.tp if layout.sequence_parallel else 1)
+        items.append(Item("between stages", round(2 * tokens * width * element)))
     if stage == layout.pp - 1:
         items.append(_logits(sizes, work, tokens, layout.tp))
     return RankMemory(stage=stage if layout.pp > 1 else None, items=tuple(items))

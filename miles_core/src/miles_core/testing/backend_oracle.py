@@ -6,7 +6,7 @@ Nothing here packs, chunks, shards or casts, so there is no split whose effect c
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +40,10 @@ def surrogate(inputs: LossInputs, /, *, power: float = 1.0) -> LossOutput:
 
 SURROGATE = "miles_core.testing.backend_oracle:surrogate"
 LOSS = LossSettings(load=SURROGATE, entropy_coef=0.05, kl_coef=0.3, options={"power": 0.5})
-PROBE = OptimizerSettings(
-    lr=1.0,
+ADAMW = OptimizerSettings(
+    lr=1e-3,
     betas=(0.9, 0.95),
-    eps=1.0,
+    eps=1e-8,
     weight_decay=0.0,
     schedule="constant",
     warmup_steps=0,
@@ -51,6 +51,10 @@ PROBE = OptimizerSettings(
     total_steps=10,
     clip_grad_norm=None,
 )
+"""AdamW with everything else off; what tests train with are variations of it."""
+TRAINING = replace(ADAMW, lr=0.05, schedule="cosine", warmup_steps=1, clip_grad_norm=0.1, weight_decay=0.1)
+"""Everything on."""
+PROBE = replace(ADAMW, lr=1.0, eps=1.0)
 """With a large epsilon, the change of the weights tells the gradient: g / (|g| + 1)."""
 
 

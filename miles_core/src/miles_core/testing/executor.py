@@ -17,26 +17,15 @@ import numpy as np
 import pytest
 
 from miles_core.errors import EngineLost, MilesError, RunError
-from miles_core.kinds.backend import LossSettings, OptimizerSettings
+from miles_core.kinds.backend import LossSettings
 from miles_core.kinds.engine import GenerateRequest
 from miles_core.kinds.executor import EngineSpec, Executor, TrainerSpec
+from miles_core.testing.backend_oracle import ADAMW
 from miles_core.testing.recording import RecordingOptions
 from miles_core.types import SamplingParams, TrainBatch
 
 BACKEND = "miles_core.testing.recording:RecordingBackend"
 ENGINE = "miles_core.testing.recording:RecordingEngine"
-
-OPTIMIZER = OptimizerSettings(
-    lr=1e-3,
-    betas=(0.9, 0.95),
-    eps=1e-8,
-    weight_decay=0.0,
-    schedule="constant",
-    warmup_steps=0,
-    min_lr_ratio=0.0,
-    total_steps=1,
-    clip_grad_norm=None,
-)
 
 
 def trainer_spec(
@@ -50,7 +39,7 @@ def trainer_spec(
         model_path=model_path,
         device="cpu",
         seed=0,
-        optimizer=OPTIMIZER,
+        optimizer=ADAMW,
         loss=LossSettings(load="miles_core.algorithms.losses:ppo_clip"),
         reference=False,
     )
