@@ -20,7 +20,7 @@ from miles_core.executors.inprocess import InProcessExecutor, InProcessTrainer
 from miles_core.kinds.backend import BackendContext
 from miles_core.kinds.engine import EngineContext
 from miles_core.testing.executor import trainer_spec
-from miles_core.testing.recording import RecordingBackend, RecordingOptions
+from miles_core.testing.recording import RecordingBackend, RecordingEngine, RecordingOptions
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import Float32, NamedTensor, TrainBatch, WeightBucket
 from miles_core.weights.buckets import bucket_tensors
@@ -99,6 +99,29 @@ async def test_a_sound_engine_is_believed_and_the_cost_is_reported(folder: Path)
         assert figures["sync/verify_s"] > 0
         assert figures["sync/probe_s"] > 0
         assert {"sync/prepare_s", "sync/digest_s", "sync/move_s", "sync/pause_s", "sync/activate_s"} <= figures.keys()
+
+
+@pytest.mark.parametrize(("weight_bytes", "alarms"), [(4, True), (2, False)])
+async def test_rounding_of_narrow_weights_is_no_alarm_after_a_first_publish_that_agreed_by_luck(
+    weight_bytes: int, alarms: bool
+) -> None:
+    offset = 0.0
+
+    async def score(batch: TrainBatch) -> Float32:
+        return np.where(batch.loss_mask, np.float32(offset - 1.0), np.float32(0.0))
+
+    engine = RecordingEngine(
+        RecordingOptions(), EngineContext(model_path="", context_length=None, device="cpu", seed=0)
+    )
+    await engine.start()
+    proof = DeliveryProof(verify="off", probes=probe_prompts(2, 90, 0), score=score, weight_bytes=weight_bytes)
+    await proof.logprobs([engine], -1)
+    offset = 0.02
+    if alarms:
+        with pytest.raises(ContractError, match="nats off"):
+            await proof.logprobs([engine], -1)
+    else:
+        assert (await proof.logprobs([engine], -1))["sync/probe_gap"] == pytest.approx(0.02)
 
 
 class SkipsATensor(LocalEngine):

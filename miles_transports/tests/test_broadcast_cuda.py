@@ -20,7 +20,10 @@ from miles_core.weights import digests
 from miles_transports.broadcast import BroadcastTransport
 from miles_transports.options import BroadcastOptions
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU"),
+]
 
 
 class Source:

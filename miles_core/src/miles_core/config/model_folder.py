@@ -48,6 +48,11 @@ class ModelFolder:
     def stored_bytes(self) -> int:
         return sum(count * DTYPE_BYTES[dtype] for dtype, count in self.dtypes.items())
 
+    @property
+    def narrowest_bytes(self) -> int:
+        """Bytes of an element of the narrowest dtype that holds weights; 4 where none is stored."""
+        return min((DTYPE_BYTES[dtype] for dtype in self.dtypes), default=4)
+
     def kv_bytes_per_token(self, element_bytes: int) -> int | None:
         """Bytes of keys and values of one token over all layers; None for layouts other than plain attention."""
         if self.layers is None or self.kv_heads is None or self.head_dim is None:

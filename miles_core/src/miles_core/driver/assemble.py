@@ -237,7 +237,9 @@ def update_settings(resolved: ResolvedRun, trainer: Trainer, model: ModelFolder)
     return UpdateSettings(
         overlap="stages-aside" in resolved.one["engine"].capability.provides,
         timeout_s=weights.timeout_s,
-        proof=DeliveryProof(verify=weights.verify, probes=probes, score=trainer.log_probs),
+        proof=DeliveryProof(
+            verify=weights.verify, probes=probes, score=trainer.log_probs, weight_bytes=model.narrowest_bytes
+        ),
     )
 
 

@@ -35,10 +35,12 @@ SAMPLED_SHARE = 8
 PROBE_PROMPT_TOKENS = 48
 """Longer than the cache pages engines work with (up to 32 tokens), so that a stale page is hit."""
 PROBE_OUTPUT_TOKENS = 4
-GAP_FLOOR = 1e-3
 GAP_FACTOR = 20.0
 """A gap this many times that of the first publish is not rounding any more. Rounding itself depends on dtype and
 kernels of both sides (1e-6 nats in float32, 1e-2 in bfloat16), so it is measured, not configured."""
+GAP_FLOORS = {1: 0.1, 2: 0.03, 4: 1e-3, 8: 1e-3}
+"""Nats that pass in any case, by the bytes of a weight: a handful of tokens can agree by luck at the first publish, and
+rounding that sends one token to another expert comes in jumps."""
 GAP_CEILING = 0.5
 """Nats; above it not even the first publish is believed."""
 
@@ -66,6 +68,8 @@ class DeliveryProof:
     probes: Sequence[tuple[int, ...]] = ()
     """Prompts; see `probe_prompts`. None means no probing."""
     score: Score | None = None
+    weight_bytes: int = 4
+    """Of the narrowest weights; decides how much rounding is never an alarm."""
     allowed_gap: float | None = field(default=None, init=False)
     """Nats, measured at the first publish."""
 
@@ -142,7 +146,7 @@ class DeliveryProof:
                 do="the engines are paused; look for a cache that outlives its weights, or weights in a wrong layout",
             )
         if self.allowed_gap is None:
-            self.allowed_gap = max(GAP_FLOOR, GAP_FACTOR * max(means))
+            self.allowed_gap = max(GAP_FLOORS[self.weight_bytes], GAP_FACTOR * max(means))
         return {"sync/probe_s": time.perf_counter() - began, "sync/probe_gap": max(means)}
 
 
