@@ -76,7 +76,7 @@ def target(link: Connection, kind: str, address: Address, gpu: int, bucket_bytes
     block: torch.Tensor | None = None
     while (order := link.recv()) is not None:
         if order == "raw":
-            group = receiver._party.group()
+            group = receiver._party.group(receiver._party.meeting.attempt())
             if block is None:  # made once, as a publish does: touching new pages would be most of a collective
                 block = torch.ones(bucket_bytes, dtype=torch.uint8, device=group.device)
             for _ in range(count):
@@ -126,7 +126,7 @@ def between_processes(kind: str, arguments: argparse.Namespace) -> tuple[list[fl
         made = buckets(arguments, repeat, device)
         if kind == "broadcast":
             here.send("raw")
-            group = sender._party.group()
+            group = sender._party.group(repeat)
             block = torch.ones(bucket_bytes, dtype=torch.uint8, device=group.device)  # touched before the clock runs
             raw.append(timed(functools.partial(collectives, group, block, count)))
             here.recv()
