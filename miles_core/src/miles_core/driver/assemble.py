@@ -25,6 +25,7 @@ from miles_core.driver.run import Learning, Run
 from miles_core.driver.settings import Device, choose_device, engine_spec, option_values, trainer_spec
 from miles_core.driver.signals import StopRequest
 from miles_core.errors import CheckpointError
+from miles_core.kinds.engine import Engine
 from miles_core.kinds.environment import Environment
 from miles_core.kinds.executor import Executor, Trainer
 from miles_core.kinds.tito_family import TitoFamily
@@ -75,16 +76,11 @@ async def open_run(
         )
         await stack.enter_async_context(rewards)
         device = choose_device(spec.placement.device)
-        executor: Executor = make(resolved, "executor")
-        stack.push_async_callback(executor.close)
-        with recorder.phase("start"), waiting("driver", on="the trainer and the engines to start"):
-            trainer = await executor.start_trainer(trainer_spec(resolved, device))
-            engines = list(await executor.start_engines(engine_spec(resolved, device, directory.logs)))
-        pool = EnginePool(engines)
-        recorder.event("placed", **await executor.describe())
+        executor, trainer, engines = await _start(resolved, directory, recorder, device, stack)
         transport: Transport = make(resolved, "transport")
         stack.push_async_callback(transport.close)
         await transport.open(trainer, engines)
+        pool = EnginePool(engines)
 
         episodes = functools.partial(_episodes, resolved, model, environment, family, rewards)
         if warning := warning_of(load_target(resolved.one["matcher"].capability.load)):
@@ -140,6 +136,19 @@ def _prompts(resolved: ResolvedRun, environment: Environment, split: Any, record
         first = "; ".join(str(problem) for problem in prompts.problems[:3])
         recorder.alarm(0, f"{len(prompts.problems)} unusable rows of {prompts.origin} were skipped: {first}")
     return prompts
+
+
+async def _start(
+    resolved: ResolvedRun, directory: RunDir, recorder: Recorder, device: Device, stack: AsyncExitStack
+) -> tuple[Executor, Trainer, list[Engine]]:
+    """Start the trainer and the engines; `stack` ends them."""
+    executor: Executor = make(resolved, "executor")
+    stack.push_async_callback(executor.close)
+    with recorder.phase("start"), waiting("driver", on="the trainer and the engines to start"):
+        trainer = await executor.start_trainer(trainer_spec(resolved, device))
+        engines = list(await executor.start_engines(engine_spec(resolved, device, directory.logs)))
+    recorder.event("placed", **await executor.describe())
+    return executor, trainer, engines
 
 
 def _episodes(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -54,23 +54,12 @@ def write_folder(
     sizes = {name: tensor.numel() * tensor.element_size() for name, tensor in expected.items()}
     files = plan_buckets(sizes, SHARD_BYTES)
     where = {name: index for index, names in enumerate(files) for name in names}
-    waiting: dict[int, dict[str, torch.Tensor]] = {index: {} for index in range(len(files))}
-    written: set[str] = set()
-    if writes:
-        directory.mkdir(parents=True, exist_ok=True)
-    for bucket in buckets:
-        if not writes:
-            continue
-        for named in bucket.tensors:
-            index = where[named.name]
-            written.add(named.name)
-            waiting[index][named.name] = named.tensor.cpu()
-            if len(waiting[index]) == len(files[index]):
-                save_file(waiting.pop(index), directory / _file_name(index, len(files)), metadata={"format": "pt"})
     if not writes:
+        for _ in buckets:
+            pass
         return
-    lost = sorted(set(where) - written)
-    if lost:
+    directory.mkdir(parents=True, exist_ok=True)
+    if lost := sorted(where.keys() - _write_shards(buckets, files, where, directory)):
         raise CheckpointError(
             "the export is incomplete",
             expected=f"all {len(where)} tensors of the checkpoint",
@@ -85,6 +74,22 @@ def write_folder(
         }
         (directory / "model.safetensors.index.json").write_text(json.dumps(listing, indent=2) + "\n", encoding="utf-8")
     _copy_files(Path(model_path), directory, {tensor.dtype for tensor in expected.values()})
+
+
+def _write_shards(
+    buckets: Iterable[WeightBucket], files: Sequence[Sequence[str]], where: Mapping[str, int], directory: Path
+) -> set[str]:
+    """Write each file once its last tensor has come. Returns the names of the tensors that came."""
+    waiting: dict[int, dict[str, torch.Tensor]] = {index: {} for index in range(len(files))}
+    came: set[str] = set()
+    for bucket in buckets:
+        for named in bucket.tensors:
+            index = where[named.name]
+            came.add(named.name)
+            waiting[index][named.name] = named.tensor.cpu()
+            if len(waiting[index]) == len(files[index]):
+                save_file(waiting.pop(index), directory / _file_name(index, len(files)), metadata={"format": "pt"})
+    return came
 
 
 def _file_name(index: int, count: int) -> str:

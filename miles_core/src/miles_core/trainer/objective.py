@@ -18,7 +18,7 @@ from torch import Tensor
 from miles_core.algorithms import kl
 from miles_core.errors import ContractError, PluginError, RunError
 from miles_core.kinds.backend import LossSettings, StepMetrics
-from miles_core.kinds.loss import Loss, LossInputs
+from miles_core.kinds.loss import Loss, LossInputs, LossOutput
 from miles_core.trainer.packing import scored_positions
 from miles_core.types import Float32, TrainBatch
 
@@ -121,34 +121,23 @@ def micro_batch_loss(
         raise ContractError("the batch has no `old_logprobs`", do="report the driver")
     device, dtype = logprobs_K.device, logprobs_K.dtype
     scored = torch.from_numpy(scored_positions(batch)).to(device)
-    count = batch.num_tokens
 
     def full(values_K: Tensor) -> Tensor:
-        return torch.zeros(count, dtype=dtype, device=device).index_put((scored,), values_K)
+        return torch.zeros(batch.num_tokens, dtype=dtype, device=device).index_put((scored,), values_K)
 
     def per_token(values: Float32) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(device=device, dtype=dtype)
 
     mask = torch.from_numpy(batch.loss_mask).to(device)
     logprobs = full(logprobs_K)
-    output = loss(
-        LossInputs(
-            logprobs=logprobs,
-            old_logprobs=per_token(batch.old_logprobs),
-            advantages=per_token(batch.advantages),
-            mask=mask,
-            sequence_ids=torch.from_numpy(batch.sequence_ids).to(device),
-        ),
-        **settings.options,
+    inputs = LossInputs(
+        logprobs=logprobs,
+        old_logprobs=per_token(batch.old_logprobs),
+        advantages=per_token(batch.advantages),
+        mask=mask,
+        sequence_ids=torch.from_numpy(batch.sequence_ids).to(device),
     )
-    if output.per_token.shape != (count,):
-        raise PluginError(
-            "the loss breaks its protocol",
-            expected=f"per_token of shape ({count},)",
-            found=f"{tuple(output.per_token.shape)}",
-            where=settings.load,
-            do="return one value per token; reduction is the backend's business",
-        )
+    output = _checked(loss(inputs, **settings.options), batch.num_tokens, settings)
     total = per_token(batch.correction_weights) * output.per_token
     entropy = full(entropy_K)
     if settings.entropy_coef:
@@ -165,6 +154,18 @@ def micro_batch_loss(
     for name, values in output.metrics.items():
         sums.add(name, torch.where(mask, values, 0.0).sum())
     return result
+
+
+def _checked(output: LossOutput, count: int, settings: LossSettings) -> LossOutput:
+    if output.per_token.shape != (count,):
+        raise PluginError(
+            "the loss breaks its protocol",
+            expected=f"per_token of shape ({count},)",
+            found=f"{tuple(output.per_token.shape)}",
+            where=settings.load,
+            do="return one value per token; reduction is the backend's business",
+        )
+    return output
 
 
 def check_trainable(batch: TrainBatch, *, needs_reference: bool) -> None:
