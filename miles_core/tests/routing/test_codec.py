@@ -67,10 +67,6 @@ def test_sizes_are_those_of_the_formula() -> None:
 def test_int16_holds_experts_below_32768() -> None:
     assert codec.dtype_for(32767) == np.int16
     assert codec.dtype_for(32768) == np.int32
-    top = np.array([[[32767, UNRECORDED]]], dtype=np.int32)
-    assert codec.compact(top, 32768)[0, 0, 0] == 32767
-    with pytest.raises(ContractError, match="no expert"):
-        codec.compact(top, 32767)
     with pytest.raises(ContractError, match="fit"):
         codec.to_bytes(np.array([[[32768]]], dtype=np.int32), "int16")
 

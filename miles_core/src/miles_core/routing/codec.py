@@ -37,22 +37,6 @@ def dtype_for(num_experts: int) -> np.dtype[Any]:
     return np.dtype(np.int16) if num_experts < INT16_EXPERTS else np.dtype(np.int32)
 
 
-def compact(routes: Routes, num_experts: int) -> Routes:
-    """The same routes in the smallest dtype that holds `num_experts`.
-
-    Raises:
-        ContractError: an index is no expert and not `UNRECORDED`; a cast would hide it.
-    """
-    if routes.size and not (routes.min() >= UNRECORDED and routes.max() < num_experts):
-        raise ContractError(
-            "routes contract: an index is no expert of the model",
-            expected=f"{UNRECORDED} (unrecorded), or 0 to {num_experts - 1}",
-            found=f"{int(routes.min())} to {int(routes.max())}",
-            do="serve and train the same checkpoint",
-        )
-    return routes.astype(dtype_for(num_experts), copy=False)
-
-
 def num_bytes(tokens: int, layers: int, top_k: int, itemsize: int = 4) -> int:
     """Raw bytes of the routes of a row of `tokens` tokens; base64 makes 4 bytes of every 3."""
     return max(tokens - 1, 0) * layers * top_k * itemsize

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 Architecture = Literal["llama", "qwen2", "qwen3", "qwen3-moe"]
 Dtype = Literal["float32", "float64", "bfloat16", "float16"]
 
-ENDOFTEXT, IM_START, IM_END = 0, 1, 2
-"""Ids of ``<|endoftext|>``, ``<|im_start|>`` (BOS) and ``<|im_end|>`` (EOS and PAD)."""
+IM_START, IM_END = 1, 2
+"""Ids of ``<|im_start|>`` (BOS) and ``<|im_end|>`` (EOS and PAD)."""
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKER_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")

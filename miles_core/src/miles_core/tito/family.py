@@ -89,8 +89,6 @@ class DeclaredFamily(Generic[Options]):
         self._replaced = frozenset(index for index in replaced if index is not None)
         kept = (tokenizer.token_id(token) for token in self.kept_stops)
         self._kept = frozenset(index for index in kept if index is not None)
-        self.trailing_ids = frozenset(self._seam) | self._replaced
-        """Tokens that may stand at the end of one form of a row and not of another."""
 
     @classmethod
     def claims(cls, tokenizer: ChatTokenizer) -> bool:
