@@ -95,7 +95,7 @@ def load_plugin(entry_point: EntryPoint, manager: pluggy.PluginManager) -> Outco
         return Outcome(
             state=State.BROKEN,
             reason=_last_line(error),
-            do=f"mend or remove it; {disable_hint(_distribution_name(entry_point))}",
+            do=f"fix or remove it; {disable_hint(_distribution_name(entry_point))}",
             trace="".join(traceback.format_exception(error)),
         )
     return Outcome(state=State.OK, capabilities=capabilities, load_ms=(time.perf_counter() - started) * 1e3)

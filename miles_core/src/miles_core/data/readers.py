@@ -86,7 +86,7 @@ def _rows_error(path: Path, good: int, problems: Sequence[RowProblem]) -> DataEr
     shown = [str(problem) for problem in problems[:SHOWN_PROBLEMS]]
     if len(problems) > SHOWN_PROBLEMS:
         shown.append(f"… and {len(problems) - SHOWN_PROBLEMS} more")
-    do = "mend the rows, or set data.bad_rows: skip" if good else "mend the rows; none is usable"
+    do = "correct the rows, or set data.bad_rows: skip" if good else "correct the rows; none is usable"
     return DataError(
         f"{len(problems)} of {good + len(problems)} rows cannot be used",
         found="\n            ".join(shown),

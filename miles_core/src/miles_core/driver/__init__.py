@@ -1,1 +1,1 @@
-"""The loop and its stages."""
+"""The training loops, their stages, and all that opens, saves and repairs a run."""

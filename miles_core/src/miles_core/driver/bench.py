@@ -1,7 +1,7 @@
-"""Every usable transport on the user's own machines, between the run-file's trainer and engines.
+"""`miles bench transports`: measures every usable transport between a run-file's own trainer and engines.
 
-The processes are started once; each transport then joins them and publishes a few versions, with a step between two of
-them, so that what changes is what training changes. Proofs run as the run-file says and are timed.
+The processes are started once. Then each transport connects to them and publishes a few versions. There is an optimizer
+step between two versions, so that as much changes as in training. Proofs run as the run-file says, and are timed.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ BATCH_SEQUENCES, BATCH_TOKENS = 4, 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What one transport did, or why it could not be tried."""
+    """What was measured of one transport, or why it could not be tried."""
 
     name: str
     figures: Mapping[str, float]
-    """Means over the versions after the first: ``sync/...`` metrics, and ``host_bytes``, the most memory of this host
-    that was in use beyond what was before. Empty when it was not tried."""
+    """Means over the versions after the first: ``sync/...`` metrics, and ``host_bytes``, by how much the used memory of
+    this host grew at most. Empty if the transport was not tried."""
     why_not: str = ""
 
 
 def candidates(
     source: Source, registry: Registry, options: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, ResolvedRun], list[Outcome]]:
-    """The run with each transport in turn, and those that it cannot use, with the first reason.
+    """The run with each transport in turn, and the transports that it cannot use, each with the first reason.
 
     Args:
-        options: Transport to its options, for those that need some beyond the run-file's own pick.
+        options: The options of each transport that needs some and is not the one that the run-file picks.
 
     Raises:
         ConfigError: options of a transport that is not installed.
@@ -77,11 +77,11 @@ def candidates(
 
 
 async def bench_transports(runs: Mapping[str, ResolvedRun], *, versions: int) -> list[Outcome]:
-    """Try each; one that fails is an outcome, not the end.
+    """Try each transport. If one fails, that is its outcome, and the others are still tried.
 
     Args:
-        runs: The same run but for its transport.
-        versions: Publishes of each after its first, with an optimizer step before each.
+        runs: The same run with different transports.
+        versions: How often each transport publishes after its first time, with an optimizer step before each.
     """
     run = next(iter(runs.values()))
     device = choose_device(run.spec.placement.device)
@@ -124,7 +124,8 @@ def _means(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def recommend(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """The transport to take, and why: the shortest pause, of equal ones the fewest bytes.
+    """The transport to use, and why: the one with the shortest pause, and among equals the one that moves the fewest
+    bytes.
 
     Raises:
         TransportError: none could be tried.
@@ -149,7 +150,7 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[str, str]:
 
 @contextlib.contextmanager
 def host_memory() -> Iterator[list[int]]:
-    """Bytes of the host's memory used beyond what was at the start, at most, in a list of one; all processes count."""
+    """By how many bytes the used memory of the host grew at most, as a list with one item. All processes count."""
     before = _available()
     most, stop = [0], threading.Event()
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: complete or absent.
+"""Writes and reads the checkpoints of a run; each is either complete or absent.
 
     checkpoints/step_000012/
         driver.json      step, data cursor, version, metrics of the step (everything the driver itself must remember)
@@ -6,8 +6,9 @@
         groups/          finished groups that wait to be trained, where sampling and training overlap
         manifest.json    every file with its size, those of the driver with a digest; written last
 
-A save goes to ``step_000012.partial`` and is renamed when everything is on disk, so a directory without ``.partial``
-was complete once; the manifest catches one that was copied or truncated later. Neither is ever loaded half-written.
+A checkpoint is written to ``step_000012.partial``, which is renamed when everything is on disk. So a directory without
+``.partial`` was complete once. If it was copied in part or truncated later, the manifest shows it. A half-written
+checkpoint is never loaded.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Checkpoint:
     step: int
     path: Path
     state: Mapping[str, Any]
-    """What the driver stored; JSON values."""
+    """What the driver stored, as JSON values."""
 
     @property
     def backend_dir(self) -> Path:
@@ -54,7 +55,7 @@ async def save(
     keep: int | None,
     write_groups: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Write the checkpoint of `step` and remove old ones beyond `keep`, in that order.
+    """Write the checkpoint of `step`, and then remove old ones beyond `keep`.
 
     Raises:
         CheckpointError: it could not be written; earlier checkpoints are untouched and the partial one is gone.
@@ -146,7 +147,7 @@ def _sizes(path: Path) -> dict[str, int]:
 
 
 def _digests(path: Path) -> dict[str, str]:
-    """xxh3-128 of the driver's own files; the backend's ranks look after theirs."""
+    """xxh3-128 of the driver's own files; the ranks of the backend check theirs, as they read them."""
     return {name: digest_file(path / name) for name in _sizes(path) if not name.startswith("backend/")}
 
 

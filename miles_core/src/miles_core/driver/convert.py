@@ -1,7 +1,7 @@
-"""Between a run's checkpoint and a Hugging Face folder, through the run's own backend, on one rank.
+"""Converts between a run's checkpoint and a Hugging Face folder, with the run's own backend on one rank.
 
 to_folder   checkpoints/step_000012 of a run -> a Hugging Face folder
-to_run      a Hugging Face folder            -> checkpoints/step_000000 of a new run, which `--resume` goes on from
+to_run      a Hugging Face folder            -> checkpoints/step_000000 of a new run, which `--resume` continues
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def to_folder(run_dir: Path, output: Path, *, step: int | None = None) -> int:
 
 
 def _write_whole(output: Path, write: Callable[[Path], None]) -> None:
-    """All of a folder or nothing of it: what a full disk leaves would pass for one."""
+    """Write a folder completely or not at all: what a full disk leaves would look like one."""
     partial = output.with_name(output.name + ".partial")
     try:
         shutil.rmtree(partial, ignore_errors=True)
@@ -69,8 +69,8 @@ def _write_whole(output: Path, write: Callable[[Path], None]) -> None:
 def to_run(folder: Path, run_dir: Path, source: Source) -> None:
     """Write a run directory whose checkpoint of step 0 holds the folder's weights, and prove that they come back.
 
-    `model.path` stays what the run-file says: it gives config, tokenizer and a reference policy; the weights that are
-    trained come from `folder`.
+    `model.path` stays what the run-file says: config, tokenizer and reference policy come from there. The weights that
+    are trained come from `folder`.
 
     Raises:
         CheckpointError: `run_dir` exists already, or a tensor of the folder would not come back bit for bit, such as
@@ -86,7 +86,7 @@ def to_run(folder: Path, run_dir: Path, source: Source) -> None:
             expected=f"a directory called {spec.name}, as the run-file's `name`",
             found=run_dir.name,
             where=str(run_dir),
-            do=f"name {run_dir.with_name(spec.name)}, or mend `name`",
+            do=f"name {run_dir.with_name(spec.name)}, or correct `name`",
         )
     _check_same_model(folder, Path(spec.model.path))
     directory = RunDir(run_dir)
@@ -123,7 +123,7 @@ def to_run(folder: Path, run_dir: Path, source: Source) -> None:
 
 @contextlib.contextmanager
 def _backend(resolved: ResolvedRun, model_path: str) -> Iterator[Backend]:
-    """The run's backend on one rank on the CPU, without what only a run needs."""
+    """Open the run's backend on one rank on the CPU, without the parts that only training needs."""
     spec = trainer_spec(resolved, choose_device("cpu"))
     context = BackendContext(
         model_path=model_path,
@@ -149,7 +149,7 @@ def _digests(backend: Backend) -> dict[str, str]:
 
 
 def _check_not_rounded(folder: Path, held: Mapping[str, str]) -> None:
-    """Compare what the backend holds with the folder itself."""
+    """Compare the tensors that the backend holds with those of the folder, bit for bit."""
     rounded = []
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:

@@ -1,4 +1,4 @@
-"""What a run ran on: enough to explain a difference between two runs later."""
+"""Describes what a run ran on, in enough detail to explain a difference between two runs later."""
 
 from __future__ import annotations
 

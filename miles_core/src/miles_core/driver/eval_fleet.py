@@ -1,8 +1,8 @@
-"""Score snapshots on a fleet of engines that does nothing else.
+"""Scores snapshots on engines that do nothing else.
 
 Before anything is sampled, every engine loads the snapshot, proves its live weights against the files, and says which
-version it serves; afterwards each is asked again, and every token that was scored carries the version that sampled it.
-Whatever goes wrong, the whole fleet is started anew and the evaluation begun once more from its first prompt.
+version it serves. Afterwards each is asked again, and every token that was scored carries the version that sampled it.
+If anything goes wrong, all these engines are started again, and the evaluation is repeated once from its first prompt.
 """
 
 from __future__ import annotations
@@ -30,23 +30,24 @@ TRIES = 2
 
 @dataclass(slots=True, kw_only=True)
 class FleetScorer:
-    """`late_eval.Scorer` on engines of its own."""
+    """A `late_eval.Scorer` with engines of its own."""
 
     spec: RunSpec
     executor: Executor
     engines: list[Engine]
     first_index: int
-    """Of the fleet, among the executor's engines."""
+    """The number of the first of these engines among all engines of the executor."""
     pool: EnginePool
-    """The same engines as `episodes` sees them."""
+    """The same engines, as `episodes` uses them."""
     episodes: Episodes
     prompts: Sequence[Prompt]
     settings: UpdateSettings
     fresh: bool = True
-    """Whether no evaluation failed since the engines started."""
+    """Whether no evaluation has failed since the engines started."""
 
     async def score(self, step: int, folder: Path) -> dict[str, float]:
-        """See `Scorer.score`. The reason is the last failure's: not_loaded, wrong_version, engine_lost, failed."""
+        """See `Scorer.score`. The reason is that of the last failure: not_loaded, wrong_version, engine_lost or
+        failed."""
         for tries_left in reversed(range(TRIES)):
             try:
                 if not self.fresh:
@@ -89,7 +90,7 @@ class FleetScorer:
         return figures
 
     async def _verify(self, step: int) -> None:
-        """Every engine serves the weights of `step`."""
+        """Check that every engine serves the weights of `step`."""
         try:
             async with asyncio.timeout(self.spec.rollout.health_timeout_s):
                 versions = await asyncio.gather(*(engine.version() for engine in self.engines))
@@ -111,7 +112,7 @@ class FleetScorer:
             await asyncio.wait({work, losing})
 
     async def _renew(self) -> None:
-        """Start every engine of the fleet anew, at no version."""
+        """Start every engine of the fleet again. They have no version then."""
         for position in range(len(self.engines)):
             index = self.first_index + position
             try:

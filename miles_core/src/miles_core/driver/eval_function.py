@@ -1,10 +1,10 @@
-"""Score snapshots by a function of the user's, in a process that is started for each and killed with its children.
+"""Scores snapshots by a user's function. Each call has a process of its own, which is killed with its children.
 
     def evaluate(folder, facts):      # folder: pathlib.Path of a Hugging Face folder
         return {"reward": 0.5, "pass_at_4": 0.75}      # or a number: the reward
 
 `facts` holds step, seed, prompts (id, messages, tools, label, metadata), samples_per_prompt and sampling. The process
-speaks the reward workers' protocol, so the same is allowed: an `async` function, printing, and whatever it raises.
+uses the protocol of reward workers, so the function may do what a reward may: be `async`, print, and raise anything.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from miles_core.watch import waiting
 
 
 class FunctionScorer:
-    """`late_eval.Scorer` that calls ``load``, ``module:fn`` or ``/absolute/file.py:fn``."""
+    """A `late_eval.Scorer` that calls the function named by ``load``: ``module:fn`` or ``/absolute/file.py:fn``."""
 
     def __init__(self, load: str, spec: RunSpec, prompts: Sequence[Prompt]) -> None:
         self._load = load
@@ -35,7 +35,7 @@ class FunctionScorer:
         }
 
     async def score(self, step: int, folder: Path) -> dict[str, float]:
-        """See `Scorer.score`. Reasons: not_imported; raised, also for what is no number; crashed."""
+        """See `Scorer.score`. Reasons: not_imported; raised, also if the result is no number; crashed."""
         process = await RewardProcess.start()
         try:
             with waiting("evaluation", on=f"{self._load} to evaluate step {step}"):

@@ -1,4 +1,4 @@
-"""Is this run-file the one that the run directory was started with?"""
+"""Checks that a run-file is the one with which a run directory was started."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ MUST_STAY = ("backend.use", "engine.use")
 
 
 def check_same_run(directory: RunDir, spec: RunSpec) -> list[str]:
-    """Keys that differ and may.
+    """Compare the two run-files. Returns the keys that differ and are allowed to.
 
     Raises:
         RunError: naming every key that differs and may not.

@@ -1,9 +1,10 @@
 """Evaluation beside training: a snapshot of a step's weights is scored while later steps are trained.
 
-A score comes late and is written under the step whose weights it measured, into evals.jsonl: the lines of
-metrics.jsonl stay one a step, in order, and a function of run-file and seed. Evaluations run one after the other, in
-the order of their steps. One that fails is skipped, counted and said; it never ends training. A snapshot lies on disk
-until its evaluation is over, so a run that is killed or stopped takes up what it had begun when it is resumed.
+A score arrives late, and is written into evals.jsonl under the step whose weights it measured. So metrics.jsonl keeps
+one line for each step, in order, and depends only on run-file and seed. Evaluations run one after the other, in the
+order of their steps. If one fails, it is skipped, counted and reported; it never ends training. A snapshot stays on
+disk until its evaluation is over, so a run that was killed or stopped continues its open evaluations when it is
+resumed.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ Export = Callable[[Path], Awaitable[None]]
 
 
 class EvalSkipped(Exception):
-    """No score of this step, and why.
+    """There is no score of this step; says why.
 
     Args:
         reason: One word, for ``eval/skipped/{reason}``.
@@ -41,10 +42,10 @@ class EvalSkipped(Exception):
 
 
 class Scorer(Protocol):
-    """Who measures a snapshot."""
+    """Measures a snapshot."""
 
     async def score(self, step: int, folder: Path) -> dict[str, float]:
-        """Metrics under ``eval/``. Raises `EvalSkipped`."""
+        """Return metrics under ``eval/``. Raises `EvalSkipped`."""
         ...
 
 
@@ -53,7 +54,7 @@ class LateEvaluations:
 
     Args:
         root: Folder of the snapshots.
-        now: Step whose weights the trainer holds.
+        now: Returns the step whose weights the trainer holds.
     """
 
     def __init__(
@@ -65,10 +66,11 @@ class LateEvaluations:
         self.skipped: Counter[str] = Counter()
 
     def take_up(self, before: int, *, scored: Collection[int] = ()) -> None:
-        """Go on with snapshots that an earlier process left of steps before `before`; later ones are made anew.
+        """Evaluate the snapshots that an earlier process left of steps before `before`. Later ones are deleted, since
+        they will be made again.
 
         Args:
-            scored: Steps whose line is written; that process ended before it could remove the snapshot.
+            scored: Steps whose score is written already: that process ended before it could remove the snapshot.
         """
         for folder in sorted(self._root.glob("step_*")):
             step = snapshot.step_of(folder)
@@ -81,7 +83,7 @@ class LateEvaluations:
         """Take a snapshot of `step`, the weights the trainer holds, and evaluate it beside what follows.
 
         Args:
-            final: There is no later evaluation; this one is never skipped for want of room.
+            final: Whether this is the last evaluation, which is never skipped because others are open.
 
         Raises:
             TrainerLost: a rank was lost during the export. Any other failure of it is a skip.
@@ -114,7 +116,7 @@ class LateEvaluations:
             self._forget_done()
 
     async def close(self) -> None:
-        """End what is under way; its snapshots stay for `take_up`."""
+        """Cancel the open evaluations. Their snapshots stay for `take_up`."""
         open_tasks, self._open = list(self._open), deque()
         for task in open_tasks:
             task.cancel()

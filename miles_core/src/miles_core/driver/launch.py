@@ -1,4 +1,4 @@
-"""From a validated run-file to a finished run: the run directory, the event loop, and how it ends."""
+"""`miles train`: takes a validated run-file to a finished run. Opens the run directory, runs the loop, and ends it."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _claim(directory: RunDir, resolved: ResolvedRun, *, resume: bool, fresh: boo
         )
     if resume and not directory.exists():
         raise RunError(
-            "there is no run to resume", where=str(directory.path), do="start it without --resume, or mend `name`"
+            "there is no run to resume", where=str(directory.path), do="start it without --resume, or correct `name`"
         )
     directory.open()
     if resume:

@@ -1,4 +1,4 @@
-"""The graded self-check: each grade uses one more piece than the last, so the first failure names the piece at fault.
+"""`miles check`: each grade uses one more part than the one before, so the first failure shows which part is at fault.
 
 environment -> trainer on made-up data -> engine alone -> one toy step end to end
 """
@@ -70,7 +70,7 @@ class Outcome:
 
 
 def run_checks() -> Iterator[Outcome]:
-    """Run every grade, also after one failed, and yield each outcome as it comes."""
+    """Run every grade, even after one has failed, and yield each outcome as it comes."""
     with tempfile.TemporaryDirectory(prefix="miles-check-") as folder:
         check = _Check(Path(folder))
         for name, grade, remedy in (
@@ -93,7 +93,7 @@ def _run(name: str, grade: Callable[[], str], remedy: str) -> Outcome:
 
 
 class _Check:
-    """The grades; what one prepares the next ones use."""
+    """The grades. Each uses what those before it prepared."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

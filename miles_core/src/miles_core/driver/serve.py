@@ -1,4 +1,4 @@
-"""The session server alone: engines, a token family and a port, without a trainer."""
+"""`miles serve`: runs the session server with engines, a token family and a port, but without a trainer."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Quick:
-    """What a server without a run-file serves; the rest is as the capabilities' own defaults."""
+    """What a server without a run-file serves. Everything else has the defaults of the capabilities."""
 
     model: str
     engine: str
@@ -47,7 +47,7 @@ class Quick:
     history: History = "linear"
     context_length: int | None = None
     script: Path | None = None
-    """For the engine `scripted`: a file of answers."""
+    """A file of answers, for the engine `scripted`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

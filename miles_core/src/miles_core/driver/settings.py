@@ -1,4 +1,4 @@
-"""From a validated run-file to what ranks and engines are told; pure."""
+"""Turns a validated run-file into the settings of trainer ranks and engines. Pure functions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Device = Literal["cpu", "cuda"]
 
 
 def option_values(resolved: Resolved) -> dict[str, Any]:
-    """Options of a function capability as its keyword arguments."""
+    """The options of a capability that is a function, as keyword arguments."""
     return {} if resolved.options is None else dict(resolved.options.model_dump())
 
 
@@ -46,7 +46,7 @@ def trainer_spec(run: ResolvedRun, device: Device) -> TrainerSpec:
 
 
 def _architecture(run: ResolvedRun) -> str | None:
-    """The table that an installed plugin has for the checkpoint, by the class that its config.json names."""
+    """The table that an installed plugin provides for the checkpoint, found by the class that its config.json names."""
     try:
         model_class = read_model_folder(Path(run.spec.model.path)).architecture
     except ModelFolderError:

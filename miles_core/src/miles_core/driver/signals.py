@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 
 class StopRequest:
-    """Whether the run was asked to stop. Checked by the loop between steps."""
+    """Whether the run was asked to stop. The loops look between steps."""
 
     def __init__(self) -> None:
         self.now = False
@@ -20,11 +20,11 @@ class StopRequest:
         return self._asked.is_set()
 
     def ask(self) -> None:
-        """Request it."""
+        """Ask the run to stop."""
         self._asked.set()
 
     async def wait(self) -> None:
-        """Return once it was asked for; for loops that may wait long within a step."""
+        """Return once the run was asked to stop; for loops that may wait long within a step."""
         await self._asked.wait()
 
 

@@ -1,7 +1,7 @@
 """The synchronous loop: collect a batch, train on it, give the engines the new weights, and again.
 
-A step is: collect, train, save if due, publish, evaluate if due, write the step's line. It is saved before its weights
-are published, so that a resumed run can begin by publishing them, and then writes that step's line anew.
+A step is: collect, train, save if due, publish, evaluate if due, write the step's line. A step is saved before its
+weights are published. So a resumed run begins by publishing them, and then writes that step's line again.
 """
 
 from __future__ import annotations

@@ -183,5 +183,5 @@ class _Account:
             f"the backend's export of version {self._version} is malformed",
             expected="buckets of one version, numbered from 0, each tensor once, exactly the final one marked last",
             found=problem,
-            do="mend the backend's `export`",
+            do="fix the backend's `export`",
         )

@@ -1,1 +1,1 @@
-"""Prompts to scored groups."""
+"""Takes prompts to scored groups of trajectories."""

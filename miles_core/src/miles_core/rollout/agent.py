@@ -1,12 +1,12 @@
-"""Environment `agent`: an agent program of its own, pointed at the session by a base URL and a key.
+"""Environment `agent`: runs a separate agent program that reaches its session through a base URL and a key.
 
-The program speaks Chat Completions, Anthropic Messages or OpenAI Responses, as it does with any vendor, and knows
-nothing of tokens or training. The server it talks to runs in this process, over the very session the trajectory is made
-of.
+The program uses Chat Completions, Anthropic Messages or OpenAI Responses, as with any vendor, and knows nothing of
+tokens or training. The server that it talks to runs in this process and serves the session from which the trajectory is
+made.
 
-A command gets the task as JSON on its standard input and may leave ``{"reward": 1.0, "metadata": {...}}`` in the file
-that the variable MILES_RESULT names; not on its output, where the model's own words appear: it would score itself. A
-Python function gets a `Task` and returns such a mapping, a number, or None.
+A command gets the task as JSON on its standard input. It may write ``{"reward": 1.0, "metadata": {...}}`` to the file
+that the variable MILES_RESULT names. A result on its output would not do: the model's own words appear there, and it
+could score itself. A Python function gets a `Task` and returns such a mapping, a number, or None.
 """
 
 from __future__ import annotations
@@ -45,18 +45,18 @@ RESULT = "MILES_RESULT"
 
 
 class AgentFailed(Exception):
-    """The agent ended in a way that makes its episode worthless."""
+    """The agent ended in a way that makes its episode unusable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an agent is given. The prompt's label stays with the rewards."""
+    """What an agent gets. It does not see the prompt's label, which is for the rewards."""
 
     prompt: Prompt
     base_url: str
-    """Of the session; an OpenAI client wants ``base_url + "/v1"``, an Anthropic client `base_url` itself."""
+    """The session's URL. An OpenAI client needs ``base_url + "/v1"``, an Anthropic client `base_url` itself."""
     key: str
-    """The session's key; also works as API key, with the server's own URL."""
+    """The session's key. It also works as an API key together with the server's own URL."""
 
     def as_json(self) -> dict[str, Any]:
         return {

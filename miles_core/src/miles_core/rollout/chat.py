@@ -1,4 +1,4 @@
-"""Environment `chat`: one prompt, one answer; rewards score it."""
+"""Environment `chat`: asks for one answer to each prompt, and lets the rewards score it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from miles_core.types import Prompt
 
 
 class ChatEnvironment:
-    """Single turn. Brings no prompts and no score of its own."""
+    """An environment of a single turn, with neither prompts nor a score of its own."""
 
     def __init__(self, options: Any = None) -> None:
         del options  # takes none

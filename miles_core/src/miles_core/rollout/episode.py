@@ -1,7 +1,7 @@
 """One attempt at one prompt: opens a session, runs the environment, scores the result, and returns a trajectory.
 
 Whatever an environment or a reward raises, the run goes on: the attempt becomes a failed trajectory that says where it
-failed. Only errors that no retry can mend are raised: a broken contract, a broken plugin.
+failed. Only errors that no retry could repair are raised: a broken contract, a broken plugin.
 """
 
 from __future__ import annotations
@@ -72,15 +72,15 @@ class EpisodeKey:
         return f"{self.purpose}-s{self.step}-p{self.draw}-{self.sample}-a{self.attempt}"
 
     def seed(self, run_seed: int, prompt_id: str) -> int:
-        """A seed of its own for every attempt at every prompt in every epoch. 52 bits, so that any JSON reader holds it
-        exactly."""
+        """A different seed for every attempt at every prompt in every epoch. It has 52 bits, so that any JSON reader
+        represents it exactly."""
         text = f"{run_seed}/{self.purpose}/{self.epoch}/{prompt_id}/{self.sample}/{self.attempt}"
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """An attempt that was generated and not yet scored."""
+    """An attempt that was generated but not scored yet."""
 
     trajectory: Trajectory
     scored: Scored | None
@@ -230,7 +230,8 @@ class Episodes:
 
 
 class _Watched:
-    """The session an environment gets: knows whether an answer is awaited, so that a deadline can say who was late."""
+    """The session as an environment gets it. It knows whether an answer is awaited, so that a missed deadline can name
+    who was late."""
 
     def __init__(self, session: SessionHandle) -> None:
         self.session = session

@@ -1,4 +1,4 @@
-"""`evaluate`: scores the model on held-out prompts, with sampling settings of their own. Nothing is trained on them."""
+"""Scores the model on held-out prompts, with sampling settings of their own. Nothing is trained on them."""
 
 from __future__ import annotations
 

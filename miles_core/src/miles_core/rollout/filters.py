@@ -1,4 +1,4 @@
-"""Filters of core: keep a finished group (None) or drop it for a reason that is counted."""
+"""The filters of the core. Each keeps a finished group (returns None), or drops it for a reason that is counted."""
 
 from __future__ import annotations
 

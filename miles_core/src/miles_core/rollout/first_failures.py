@@ -52,5 +52,5 @@ class FirstFailures:
                 expected="at least one that ends in time",
                 found=message,
                 where=f"the {failure.boundary}",
-                do="mend what hangs, or raise rollout.trajectory_timeout_s or rollout.reward_timeout_s",
+                do="fix what hangs, or raise rollout.trajectory_timeout_s or rollout.reward_timeout_s",
             )

@@ -1,6 +1,6 @@
-"""Finished groups on disk, so that a resumed run trains what was waiting; complete, exact, and without pickles.
+"""Saves finished groups in a checkpoint, so that a resumed run trains what was waiting. Exact, and without pickles.
 
-groups.json     everything but arrays, in order
+groups.json     everything except arrays, in order
 groups.npz      the arrays of trajectory i under ``i/<field>``
 """
 
@@ -39,7 +39,7 @@ def read(folder: Path, prompt_of: Callable[[str], Prompt]) -> list[FinishedGroup
     """The groups that `write` wrote.
 
     Args:
-        prompt_of: The prompt of an id; prompts are not written, the data has them.
+        prompt_of: Returns the prompt with an id. Prompts are not written, since the data has them.
 
     Raises:
         CheckpointError: the files cannot be read.
@@ -59,7 +59,7 @@ def read(folder: Path, prompt_of: Callable[[str], Prompt]) -> list[FinishedGroup
 
 
 def _put(row: Trajectory, arrays: dict[str, Any]) -> dict[str, Any]:
-    """Add the arrays of a row and of its branches; the record of the rest."""
+    """Add the arrays of a row and of its branches to `arrays`. Returns a record of the rest."""
     index = len(arrays)
     arrays |= {f"{index}/{name}": getattr(row, name) for name in ARRAYS}
     if row.routes is not None:

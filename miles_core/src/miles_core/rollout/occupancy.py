@@ -1,4 +1,4 @@
-"""The mean over time of a level that changes now and then, such as the number of requests in flight; exact."""
+"""The exact mean over time of a level that changes in steps, such as the number of requests in flight."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Occupancy:
         self.highest = max(self.highest, level)
 
     def mean(self) -> float:
-        """Mean since the last call; the present level when no time has passed."""
+        """Mean since the last call, or the present level if no time has passed."""
         self.set(self._level)
         seconds = self._since - self._began
         area, self._area, self._began = self._area, 0.0, self._since

@@ -1,11 +1,12 @@
 """Producer: keeps a fixed budget of trajectories in flight for as long as the run lasts, and hands out whole groups.
 
-Refill by sample (default): every finished trajectory frees one credit, and as soon as a group's worth of credits is
-free another whole group starts. So the number in flight stays near the budget though lengths differ tenfold; refilled
-by group, the places of a group stay taken until its slowest trajectory ends. Groups go in whole and come out whole.
+Refill by sample (the default): every finished trajectory frees one credit, and as soon as there are credits for a whole
+group, another one starts. So the number in flight stays near the budget even if lengths differ tenfold. If it is
+refilled by group, the places of a group stay taken until its slowest trajectory ends. Groups are started and handed out
+as a whole.
 
 Nothing starts while a finished group waits for room in the data buffer: a full buffer holds the rollout back. What is
-in flight goes on, and a weight update does not wait for any of it, so a full buffer cannot block one.
+in flight continues. A weight update waits for none of it, so a full buffer cannot block an update.
 """
 
 from __future__ import annotations
@@ -38,14 +39,14 @@ class Order:
 
     draw: Draw
     round: int = 0
-    """How often its group came to nothing and was put back; every round samples anew."""
+    """How often its group was not trained and the prompt was put back. Every round samples with other seeds."""
     again: bool = False
-    """It was submitted before."""
+    """Whether it was submitted before."""
 
 
 @dataclass(slots=True)
 class _Finished:
-    """A whole group until it is trained or given up."""
+    """A finished group, until it is trained or given up."""
 
     finished: FinishedGroup
     order: Order
@@ -57,8 +58,8 @@ class Producer:
 
     Args:
         stream: Where prompts come from.
-        make_buffer: Makes the run's data buffer from its context.
-        version: The weight version published now.
+        make_buffer: Makes the data buffer of the run from its context.
+        version: Returns the weight version that is published now.
     """
 
     def __init__(
@@ -113,10 +114,11 @@ class Producer:
     # --- the background task ------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Submit groups until `drain`; ends when nothing is running any more.
+        """Submit groups until `drain` is called. Returns when nothing is running any more.
 
         Raises:
-            BaseExceptionGroup: with what broke; a bad trajectory is data, a broken contract or plugin is not.
+            BaseExceptionGroup: with what broke. A failed trajectory is not an error here, but a broken contract or
+                plugin is.
         """
         async with asyncio.TaskGroup() as tasks:
             for number in sorted(self._waiting):
@@ -158,7 +160,7 @@ class Producer:
         await self._deliver(number)
 
     async def _sample(self, order: Order, index: int, attempts: list[Trajectory]) -> Trajectory:
-        """Attempts until one is no failure or the retries are used up; its credit is free from then on."""
+        """Make attempts until one does not fail or the retries are used up. From then on its credit is free."""
         first = order.round * (self._spec.retries + 1)
         clock = asyncio.get_running_loop().time
         began = clock()
@@ -183,7 +185,7 @@ class Producer:
             self._notify()
 
     async def _deliver(self, number: int) -> None:
-        """Put a finished group into the buffer; the buffer may reject it, or make it wait."""
+        """Put a finished group into the buffer, which may reject it or make it wait."""
         held = self._whole[number]
         self.blocked.set(1)
         try:
@@ -228,7 +230,8 @@ class Producer:
     # --- what the training loop asks ----------------------------------------------------------------------------------
 
     async def take(self, count: int, on_accept: Callable[[int], None] | None = None) -> list[FinishedGroup]:
-        """The next `count` groups, none older than the limit when this returns. Cancelling it takes nothing out."""
+        """Take the next `count` groups; none is over the age limit when this returns. If it is cancelled, nothing is
+        taken."""
         taken: list[FinishedGroup] = []
         try:
             while True:
@@ -265,7 +268,7 @@ class Producer:
         return True
 
     def trained(self, groups: Sequence[FinishedGroup]) -> None:
-        """The groups were trained; they are counted and forgotten."""
+        """Note that the groups were trained. They are counted and forgotten."""
         for finished in groups:
             self.ledger.move(finished.number, Fate.TRAINED)
             del self._whole[finished.number]
@@ -273,12 +276,12 @@ class Producer:
         self._notify()
 
     def published(self) -> None:
-        """The engines got the weights of all that was trained."""
+        """Note that the engines have the weights of all that was trained."""
         self.unpublished = 0
         self._notify()
 
     def check(self) -> None:
-        """Verify that the ledger adds up and agrees with worker, buffer and stream; see `Ledger.check`."""
+        """Check that the ledger adds up, and agrees with producer, buffer and stream; see `Ledger.check`."""
         self.ledger.check(
             generating={*self._running, *self._waiting},
             queued=round(self.buffer.metrics()["size"]) + len(self._returned),
@@ -288,7 +291,7 @@ class Producer:
 
     @asynccontextmanager
     async def held(self) -> AsyncIterator[None]:
-        """Start nothing new inside the block; what is in flight goes on."""
+        """Inside the block nothing new starts; what is in flight continues."""
         self._holds += 1
         try:
             yield
@@ -297,7 +300,8 @@ class Producer:
             self._notify()
 
     async def drain(self, task: asyncio.Task[None], timeout_s: float) -> None:
-        """Start nothing more and let what is in flight finish; cut what is not done in time. Then nothing runs."""
+        """Start nothing more, and let what is in flight finish. What is not done in time is cancelled. Afterwards
+        nothing runs."""
         self._draining = True
         self._notify()
         with watch.waiting("driver", on=f"{self.in_flight.level:.0f} trajectories to finish"):
@@ -313,13 +317,15 @@ class Producer:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def stats(self, groups: Sequence[Group]) -> tuple[dict[str, float], Tally]:
-        """Figures of a batch and of everything judged since the last call, and the tally they came from."""
+        """Metrics of a batch and of everything that was judged since the last call, and the tally that they come
+        from."""
         tally, self._tally = self._tally, Tally(group_size=self._budget.group_size)
         counts = {f"async/{name}": float(count) for name, count in self.ledger.counts.items()}
         return {**tally.judged_stats(), **tally.batch_stats(groups), **counts}, tally
 
     def gauges(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Means since the last call, under ``async/``; what the clock decides. `groups` are those just trained."""
+        """Means since the last call, as ``async/…`` metrics, which the clock decides. `groups` are those just
+        trained."""
         capacity = self.buffer.metrics()["capacity"]
         in_flight = self.in_flight.mean()
         seconds = sum(row.metadata.get("seconds", 0.0) for group in groups for row in group.trajectories)
@@ -350,7 +356,8 @@ class Producer:
         return state, [held.finished for held in waiting]
 
     def restore(self, state: Mapping[str, Any], groups: Sequence[FinishedGroup]) -> None:
-        """Continue at a saved state, before `run`: groups go into the buffer again, prompts in flight start anew."""
+        """Continue from a saved state; to be called before `run`. Groups go into the buffer again, and prompts in
+        flight start again."""
         self.ledger.restore(state["ledger"], queued=[finished.number for finished in groups])
         for record in state["in_flight"]:
             self.ledger.put_back()

@@ -1,6 +1,6 @@
-"""Reward `http`: a score from a server of yours, one POST per episode.
+"""Reward `http`: asks a server of yours for a score, with one POST for each episode.
 
-Runs in a reward worker, so it may block: the worker's deadline bounds it whatever the server does.
+It runs in a reward worker, so it may block: whatever the server does, the worker's deadline ends it.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ SHOWN_CHARS = 200
 
 
 class _Transient(Exception):
-    """Worth another try: the server is away, busy or broken for now."""
+    """Worth another try: the server is absent, busy or broken at the moment."""
 
 
 def http_reward(scored: Scored, /, *, url: str, timeout_s: float = 20.0, retries: int = 2) -> float | dict[str, float]:
-    """POST ``{prompt, messages, response, label, truncated, metadata}`` as JSON; read a number, or an object with
+    """POST ``{prompt, messages, response, label, truncated, metadata}`` as JSON, and read a number, or an object with
     `reward`.
 
     Args:
         url: ``http://`` or ``https://`` address.
         timeout_s: Deadline of one request, connection included.
-        retries: Times a refused connection, a time-out, 429 or a 5xx answer is tried again.
+        retries: How often to try again after a refused connection, a time-out, 429 or a 5xx answer.
 
     Raises:
-        RewardError: no usable score after all tries, or an answer that another try cannot mend.
+        RewardError: there is no usable score after all tries, or the answer is one that another try would not change.
     """
     if not url.startswith(("http://", "https://")):
         raise RewardError("reward url is not HTTP", expected="http:// or https://", found=url, where="rewards[].url")

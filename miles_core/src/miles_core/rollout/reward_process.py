@@ -1,7 +1,7 @@
-"""One reward worker as the driver holds it: started, spoken to in frames, killed with its children.
+"""The driver's side of one reward worker: starts it, exchanges frames with it, and kills it with its children.
 
-A single task reads the pipe from the first frame to the end of file. Whoever wants an answer takes it from a queue, so
-that a call under way and a kill never read from the pipe at once.
+A single task reads the pipe from the first frame to the end of file. Answers are taken from a queue, so a call under
+way and a kill never read from the pipe at the same time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ main()
 
 
 class Lost(Exception):
-    """The worker did not deliver; the message continues a sentence about it."""
+    """The worker gave no answer. The message continues a sentence that begins with the worker's name."""
 
     def __init__(self, message: str, *, timed_out: bool = False) -> None:
         super().__init__(message)
@@ -46,11 +46,11 @@ class RewardProcess:
 
     @classmethod
     async def start(cls) -> RewardProcess:
-        """Start one; it has imported nothing of a user's yet.
+        """Start a worker. It has imported none of the user's code yet.
 
-        Not a fork: the driver has threads (torch, engine), which a fork would copy mid-lock. The driver's sys.path goes
-        along, so that `module:attr` means the same in both. A fixed hash seed makes a grader that iterates over sets
-        repeatable.
+        It is not a fork: the driver has threads (torch, engine), and a fork could copy them while they hold a lock. It
+        gets the driver's sys.path, so that `module:attr` means the same in both. A fixed hash seed makes graders that
+        iterate over sets repeatable.
         """
         return cls(
             await asyncio.create_subprocess_exec(
@@ -98,7 +98,8 @@ class RewardProcess:
         return frame
 
     async def receive_within(self, timeout_s: float) -> dict[str, Any]:
-        """The next frame, even when a busy event loop sees it late: only a worker that has not answered is out of time.
+        """The next frame, even if a busy event loop sees it late: only a worker that has not answered has missed its
+        deadline.
 
         Raises:
             Lost: no frame in time, or the process ended.
@@ -116,7 +117,7 @@ class RewardProcess:
         raise Lost(f"passed its deadline of {timeout_s:g} s and was killed", timed_out=True)
 
     async def kill(self) -> None:
-        """Kill the process and every child it left in its group; return when it and both its pipes are gone."""
+        """Kill the process and every child in its group. Returns when it is gone and both pipes are closed."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)  # the group outlives its leader while a child is left
         # Shielded: a second cancellation must not leave a zombie and two open pipes behind.

@@ -1,8 +1,8 @@
 """The process that computes rewards: it reads calls from stdin and writes verdicts to stdout, one at a time.
 
-It runs other people's code, so it is meant to be killed: it leads its own process group, dies with its parent, and
-imports neither torch nor the event loop of the driver. Frames are a 4-byte length and a body: pickles towards the
-worker, JSON back, so that nothing a grader writes is executed by the driver.
+It runs other people's code, so it is made to be killed: it leads its own process group, dies with its parent, and
+imports neither torch nor the event loop of the driver. A frame is a 4-byte length and a body. Bodies are pickles
+towards the worker and JSON back, so the driver executes nothing that a grader writes.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ MAX_TRACE_CHARS = 4000
 
 
 def main() -> None:
-    """Serve until stdin closes. First frame in: the reward functions. First frame out: ready, or why not."""
+    """Serve until stdin closes. The first frame read has the reward functions. The first frame written says ready, or
+    why not."""
     _die_with_parent()
     calls, verdicts = _private_pipes()
     rewards = []
@@ -55,7 +56,7 @@ def main() -> None:
 
 
 def _call(function: Callable[..., Any], options: Mapping[str, Any], scored: Any) -> dict[str, Any]:
-    """Run one reward; an exception or a value that is no finite number becomes an error, never a score."""
+    """Run one reward. An exception, or a value that is not a finite number, becomes an error and never a score."""
     try:
         value = function(scored, **options)
         if inspect.isawaitable(value):
@@ -99,7 +100,8 @@ def _trace() -> str:
 
 
 def _private_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """Take stdin and stdout for the protocol; a reward that prints writes to stderr, one that reads finds nothing."""
+    """Reserve stdin and stdout for the protocol. What a reward prints goes to stderr, and if it reads, it finds
+    nothing."""
     calls = os.fdopen(os.dup(0), "rb")
     verdicts = os.fdopen(os.dup(1), "wb")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -123,6 +125,7 @@ def _send(stream: BinaryIO, message: Mapping[str, Any]) -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when the driver dies: a stuck grader never notices a closed pipe."""
+    """Ask the kernel to kill this process when the driver dies: a grader that hangs would never notice a closed
+    pipe."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -116,7 +116,7 @@ def too_few(step: int, tally: Tally, *, expected: str) -> RunError:
     )
     remedy = "give the model easier or more varied prompts, raise rollout.max_waves, or remove the filter"
     if set(tally.filtered) <= {NO_TRAINABLE}:
-        remedy = "mend what fails"
+        remedy = "fix what fails"
     return RunError(
         f"step {step} collected too few groups",
         expected=expected,

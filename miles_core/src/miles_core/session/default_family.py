@@ -1,10 +1,10 @@
-"""The `default` token family: any checkpoint's own chat template, best effort.
+"""The `default` token family: uses any checkpoint's own chat template, as well as that can work.
 
-It holds where the template only ever appends, and refuses where it does not. What it cannot know: whether the
-checkpoint was trained on the rows its template would write for long histories, how it spells tool calls (Hermes
-blocks are recognised, other spellings stay in the content), and where reasoning ends. Tools and tool calls that the
-template would leave out are written into the system message and the content in the Hermes style. A family written for
-the checkpoint is always better.
+It serves conversations in which the template only appends, and refuses the others. There are things it cannot know:
+whether the checkpoint was trained on the rows that its template would write for long histories, how it spells tool
+calls (Hermes blocks are recognised, other spellings stay in the content), and where reasoning ends. If the template
+would leave out tools or tool calls, they are written into the system message and the content in the Hermes style. A
+family that was written for the checkpoint is always better.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class DefaultFamily(HermesTurns):
         tokenizer: The checkpoint's.
 
     Raises:
-        DataError: the template marks the end of an assistant turn in no recognisable way.
+        DataError: the template does not mark the end of an assistant turn in a way that can be recognised.
     """
 
     def __init__(self, options: None, tokenizer: ChatTokenizer) -> None:
@@ -41,7 +41,7 @@ class DefaultFamily(HermesTurns):
 
     @classmethod
     def claims(cls, tokenizer: ChatTokenizer) -> bool:
-        """Never: it is used when a run-file names it, or when no family claims the checkpoint."""
+        """Never. The family is used if a run-file names it, or if no other family claims the checkpoint."""
         return False
 
     def render(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:

@@ -1,4 +1,4 @@
-"""Opens sessions: picks the token family, spreads sessions over engines, hands each the run's rules."""
+"""Opens sessions: chooses the token family, distributes sessions over engines, and gives each the rules of the run."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class SessionFactory:
     """Opens sessions over a fixed set of engines. One per run and purpose; not thread-safe.
 
     Args:
-        engines: All replicas; every session stays with one of them, for as long as that one serves.
+        engines: All replicas. Every session stays with one of them for as long as that one serves.
         family, matcher: As the run picked them.
-        context_length: Tokens of prompt plus output at most, in every session.
-        routes: Ask engines for the experts of every token (tag `records-routes`).
+        context_length: The most tokens that prompt and output of a session may have together.
+        routes: Whether to ask engines for the experts of every token (tag `records-routes`).
         history: Whether a session is one row that grows at its tail, or a tree of turns.
 
     Example:
@@ -61,8 +61,8 @@ class SessionFactory:
         """A new session under a name that no open session has.
 
         Args:
-            params: How its turns sample. `max_tokens` bounds each turn and is lowered where the context ends; the
-                family's stop tokens are added; `seed` is the session's, from which each turn derives its own.
+            params: How its turns are sampled. `max_tokens` limits each turn, and is lowered where the context ends. The
+                family's stop tokens are added. `seed` is the session's; each turn derives its own from it.
 
         Raises:
             SessionError: a session of that name is open.
@@ -81,22 +81,22 @@ class SessionFactory:
         return TreeSession(session_id, setup) if self.history == "branching" else LinearSession(session_id, setup)
 
     def load(self) -> tuple[int, ...]:
-        """Open sessions of each engine, for the display."""
+        """The number of open sessions of each engine, for the display."""
         return self._pool.load()
 
 
 class FamilyChoice(NamedTuple):
-    """Which family serves a checkpoint, and what the user must be told about it."""
+    """Which family serves a checkpoint, and a warning for the user, if there is one."""
 
     name: str
     warning: str | None = None
-    """To be shown loudly: the choice is a best effort."""
+    """Must be shown: the choice is a best effort."""
 
 
 def choose_family(
     tokenizer: ChatTokenizer, families: Mapping[str, type[TitoFamily]], *, named: str | None = None
 ) -> FamilyChoice:
-    """The family for a checkpoint: the named one, else the one that claims it, else `default` with a warning.
+    """Choose the family for a checkpoint: the named one, else the one that claims it, else `default` with a warning.
 
     Args:
         families: Name -> class of every usable installed family, `default` included.

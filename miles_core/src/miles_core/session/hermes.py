@@ -1,7 +1,7 @@
-"""Tool calls as Hermes-style models write them in text: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
+"""Reads and writes tool calls of Hermes-style models: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.
 
-Parsing never fails: what is no well-formed call stays in the text, and the arguments keep the exact characters the
-model wrote, since a call that went through a JSON library is another text.
+Parsing never fails: what is not a well-formed call stays in the text. The arguments keep the exact characters that the
+model wrote, since a call that went through a JSON library would be another text.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def parse_tool_calls(text: str) -> tuple[str, tuple[ToolCall, ...]]:
 
 
 class HermesStream:
-    """The same while the text still grows; `feed` and `finish` as in `kinds.tito_family.StreamParser`, but of text."""
+    """Does the same while the text still grows; `feed` and `finish` are as in `kinds.tito_family.StreamParser`, but
+    take text."""
 
     def __init__(self) -> None:
         self._held = ""
@@ -62,7 +63,7 @@ class HermesStream:
         return found
 
     def _outside(self, found: list[Delta]) -> bool:
-        """Give out text up to the next opening tag; whether there is one."""
+        """Give out text up to the next opening tag. Returns whether there is one."""
         start = self._held.find(_OPEN)
         if start < 0:
             start = len(self._held) - _overlap(self._held)
@@ -73,7 +74,7 @@ class HermesStream:
         return self._seen > 0
 
     def _block(self, found: list[Delta]) -> bool:
-        """Look at the next closing tag of a held block; whether there is one."""
+        """Look at the next closing tag of a held block. Returns whether there is one."""
         # From closing tag to closing tag, so that a model stuck on opening tags costs linear time.
         close = self._held.find(_CLOSE, self._seen)
         start = self._held.rfind(_OPEN, self._seen, len(self._held) if close < 0 else close)
@@ -151,7 +152,7 @@ class HermesTurns:
 
 
 def spell_tool_calls(content: str, calls: Sequence[ToolCall]) -> str:
-    """The inverse: content, then one block per call, arguments verbatim."""
+    """The inverse of parsing: the content, then one block for each call, with its arguments verbatim."""
     blocks = [_spell(call) for call in calls]
     return "\n".join([content, *blocks] if content else blocks)
 

@@ -19,13 +19,13 @@ class Leaf:
     """What a picker sees of a leaf."""
 
     node: int
-    """Its number: order of commits in the session."""
+    """The number of the leaf; turns are numbered in the order in which they were committed."""
     path: tuple[int, ...]
-    """Node numbers, root to leaf."""
+    """The numbers of the nodes, from root to leaf."""
     tokens: int
     """Length of the whole row."""
     sampled: int
-    """Tokens the leaf's own turn sampled."""
+    """How many tokens were sampled in the leaf's own turn."""
     retried: bool
     """Whether a later turn has the same parent: the agent asked again. Roots do not count as asked again."""
 

@@ -28,9 +28,9 @@ class Turn:
     message_end: int
     """How many messages the history has with this turn's answer."""
     attached: int
-    """How many tokens of the row before the turn its prompt begins with."""
+    """How many tokens at the start of its prompt are those of the row before the turn."""
     dropped: Tail
-    """What the prompt left out of that row at its end: at most a stop token that gave way to the next opener."""
+    """What the prompt left out at the end of that row: at most a stop token that the next opener replaced."""
     row_end: int
     """Length of the row with this turn."""
     sampled: int

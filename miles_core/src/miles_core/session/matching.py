@@ -118,7 +118,7 @@ def _ask(matcher: Matcher, stored: Message, replayed: Message, position: int) ->
         raise MatcherError(
             f"the matcher {matcher_name(matcher)} raised {type(error).__name__}: {error}",
             where=f"message {position} of the history",
-            do="mend the matcher, or pick session.matcher: strict",
+            do="fix the matcher, or pick session.matcher: strict",
         ) from error
     if type(answer) is not bool:
         raise MatcherError(

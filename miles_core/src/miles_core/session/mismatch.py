@@ -1,7 +1,7 @@
-"""How a session's row differs from its conversation rendered canonically: a diagnosis that never alters ids.
+"""Compares a session's row with the conversation as the checkpoint's template renders it; never changes any ids.
 
-Differences in what the assistant wrote are expected: they are the tokens that were sampled where a template would have
-preferred others. Any other kind says that the family does not write what the checkpoint's template writes.
+Differences in what the assistant wrote are expected: the model sampled other tokens than the template would have
+written. Any other kind means that the family does not write what the checkpoint's template writes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What a checkpoint's chat template shows of a conversation, found out by rendering made-up ones through it.
+"""Finds out what a checkpoint's chat template shows of a conversation, by rendering made-up conversations.
 
-Templates drop what they do not know without a word: tools, the calls an assistant made, a tool's result. A family has
-to know, and to write what would be missing.
+Templates silently drop what they do not know: tools, the calls of an assistant, the result of a tool. A family has to
+know this, and to write what would be missing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TOOL: Tool = {
 def rendered(
     tokenizer: ChatTokenizer, messages: Sequence[Message], tools: Sequence[Tool] = (), *, opener: bool = True
 ) -> str:
-    """The template's text; empty where it refuses the conversation, since it then shows nothing of it."""
+    """The text that the template renders; empty if it refuses the conversation, since it then shows nothing of it."""
     try:
         return tokenizer.render(messages, tools, add_generation_prompt=opener)
     except DataError:

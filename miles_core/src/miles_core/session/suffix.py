@@ -1,9 +1,8 @@
-"""Ids of appended messages through a checkpoint's own template, without rendering the history again.
+"""Renders appended messages through a checkpoint's own template, without rendering the history again.
 
-The template is rendered twice on a short made-up conversation that ends with an assistant turn: once alone, once
-followed by the appended messages and the next opener. If the second text and the second row both start with the
-first, the rest is what the messages add. The work depends on the appended messages alone, however long the session
-is.
+The template is rendered twice with a short made-up conversation that ends with an assistant turn: once alone, and once
+followed by the appended messages and the next opener. If the second text and the second row both start with the first,
+the rest is what the messages add. So the work depends only on the appended messages, however long the session is.
 """
 
 from __future__ import annotations
@@ -25,14 +24,14 @@ def appended_ids(
     *,
     calls: Sequence[ToolCall] = (),
 ) -> list[int]:
-    """Ids the template adds for `appended` and the opener, after an assistant turn that it has closed.
+    """The ids that the template adds for `appended` and the opener, after an assistant turn that is closed.
 
     Args:
         calls: Tool calls of that assistant turn; templates look up the call that a tool message answers.
 
     Raises:
-        SessionError: on every made-up conversation the template refuses the roles, or changes earlier tokens when
-            messages follow, so that it is not append-only; shows the two rows.
+        SessionError: with every made-up conversation, the template refuses the roles, or it changes earlier tokens when
+            messages follow and so is not append-only. The error shows the two rows.
     """
     problem = SessionError("the chat template rendered nothing")
     for base in _bases(tuple(calls)):

@@ -229,7 +229,7 @@ def undeclared(names: Iterable[str]) -> list[str]:
 
 
 def is_clock(name: str) -> bool:
-    """Whether the wall clock decides the figure, so that it belongs into timings.jsonl."""
+    """Whether the wall clock decides the figure, which then belongs in timings.jsonl."""
     found = find(name)
     return found is not None and found.clock
 

@@ -194,7 +194,11 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
             return parsed
         found = type(parsed).__name__
     raise DataError(
-        "the run's record is damaged", expected="one JSON object a line", found=found, where=where, do="mend the line"
+        "the run's record is damaged",
+        expected="one JSON object a line",
+        found=found,
+        where=where,
+        do="repair or remove the line",
     )
 
 

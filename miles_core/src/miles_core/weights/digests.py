@@ -1,8 +1,8 @@
-"""Digests of tensors: how two sides agree that they hold the same weights without showing them to each other.
+"""Digests of tensors, by which two sides find out that they hold the same weights without exchanging them.
 
-A digest covers dtype, shape and bytes, so that a transposed, viewed or re-rounded tensor differs even when its bytes or
-its values happen to agree. Names are those `save_pretrained` would write. xxh3-128 is not a cryptographic hash: it
-finds mistakes, at the speed of memory, and the parties trust one another.
+A digest covers dtype, shape and bytes. So a transposed, viewed or rounded tensor differs, even if its bytes or its
+values happen to agree. Names are those that `save_pretrained` would write. xxh3-128 is not a cryptographic hash: it
+finds mistakes, at the speed of memory, between parties that trust one another.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def digest_file(path: Path) -> str:
 
 
 def digest_tensor(tensor: Tensor) -> str:
-    """Digest of one tensor, any device and layout.
+    """Digest of one tensor, on any device and in any layout.
 
     Returns:
         32 hexadecimal characters: xxh3-128 of dtype, shape and the row-major bytes.
@@ -63,10 +63,11 @@ def manifest(version: int, tensors: Iterable[NamedTensor]) -> WeightManifest:
 
 
 def merge_manifests(parts: Sequence[WeightManifest]) -> WeightManifest:
-    """What several sources sent of one version. A tensor that several hold (a replicated one) counts once.
+    """Join what several sources sent of one version. A tensor that several of them hold (a replicated one) counts once.
 
     Returns:
-        Figures are the largest of any source; those in bytes are summed, and so is the size: each counts its share.
+        The manifest of the whole version. Each figure is the largest of any source. Figures in bytes are summed, and so
+        is the size, since each source counts its own share.
 
     Raises:
         TransportError: sources are at different versions, or hold different values of one tensor.
@@ -102,14 +103,14 @@ def merge_manifests(parts: Sequence[WeightManifest]) -> WeightManifest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Differences:
-    """What two sets of digests do not share. Falsy when they are equal."""
+    """How two sets of digests differ. Falsy if they are equal."""
 
     missing: tuple[str, ...]
     """Expected but not found."""
     unexpected: tuple[str, ...]
     """Found but not expected."""
     changed: tuple[str, ...]
-    """Found with other dtype, shape or bytes."""
+    """Found with another dtype, shape or other bytes."""
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.changed)
@@ -129,7 +130,7 @@ def compare(expected: Mapping[str, str], found: Mapping[str, str]) -> Difference
 
 
 def name_some(names: Iterable[str]) -> str:
-    """The first names, comma separated, and how many more there are."""
+    """The first names, separated by commas, and how many more there are."""
     listed = list(names)
     shown = ", ".join(listed[:NAMES_SHOWN])
     return shown if len(listed) <= NAMES_SHOWN else f"{shown} and {len(listed) - NAMES_SHOWN} more"

@@ -1,6 +1,6 @@
-"""Prove that a publish replaces every tensor: fill the engines with noise, publish, compare.
+"""Proves that an update replaces every tensor: fills the engines with noise, publishes, and compares.
 
-A tensor that is never written goes unnoticed as long as its old value happens to be right. Noise is never right.
+A tensor that is never written stays unnoticed as long as its old value happens to be right. Noise is never right.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ async def check_weight_update_equal(
     """Scramble all engines, publish `version`, and compare every tensor they serve with the trainer's.
 
     Args:
-        publish: `Fleet.publish`, or any other way to make a version the one that `engines` serve.
+        publish: `Fleet.publish`, or another function that makes `engines` serve a version.
 
-    Needs engines with the tag `verifies-weights`; nothing may be generating. The version is published afterwards.
+    The engines need the tag `verifies-weights`, and nothing may be generating. Afterwards the version is published.
 
     Raises:
-        ContractError: naming, per engine, tensors that differ, are missing, or that no trainer exported; also when the
-            scrambling left a tensor as it must become, since its equality would prove nothing.
+        ContractError: names, for each engine, the tensors that differ, are missing, or were exported by no trainer. It
+            is also raised if the noise left a tensor as it must become, since its equality would prove nothing.
         TransportError: the publish itself failed.
     """
     with waiting("check of the weight update", on="the engines to scramble their weights"):

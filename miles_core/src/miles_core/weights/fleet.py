@@ -1,8 +1,8 @@
 """Fleet: the engines that serve one version together, and the one place through which that version changes.
 
-One update at a time: whoever comes second waits, and the watchdog names both. An engine that wants to join waits for
-the next update, since only then does the trainer hold exactly the weights that the version's number will mean; until
-then it serves nobody. A newcomer that fails is left out, and the members get the version without it.
+Only one update happens at a time: a second one waits, and the watchdog names both. An engine that wants to join waits
+for the next update, because only then does the trainer hold exactly the weights that the number of the version means.
+Until then it serves nobody. A newcomer that fails is left out, and the members get the version without it.
 """
 
 from __future__ import annotations
@@ -48,17 +48,18 @@ class Fleet:
 
     @property
     def asked(self) -> frozenset[Engine]:
-        """The members, and whoever else took part in the last update: one that broke it may be a newcomer."""
+        """The members, and all others that took part in the last update. If an engine made it fail, that may have been
+        a newcomer."""
         return frozenset((*self._members, *self._asked))
 
     def join(self, engine: Engine) -> None:
-        """Let a started engine take part from the next publish on."""
+        """Let an engine that was started take part from the next publish on."""
         if engine in self._members or engine in self._newcomers:
             raise TransportError("this engine is in the fleet already")
         self._newcomers.append(engine)
 
     def leave(self, engine: Engine) -> None:
-        """Publish no further version to an engine: it is gone, or about to be closed."""
+        """Publish no further version to an engine, because it is gone or about to be closed."""
         if engine in self._newcomers:
             self._newcomers.remove(engine)
         self._asked.discard(engine)

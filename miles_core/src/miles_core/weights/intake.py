@@ -1,4 +1,5 @@
-"""What an engine accepts as a weight version: exactly these tensors, once each, in order, the last bucket marked so."""
+"""Decides what an engine accepts as a weight version: exactly the expected tensors, each once, in buckets that come in
+order."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What a tensor must be."""
+    """The dtype and shape that a tensor must have."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -26,12 +27,12 @@ class Form:
 
 
 class Intake:
-    """Judges the buckets of one version as they arrive; holds no tensor.
+    """Checks the buckets of one version as they arrive. It holds no tensor.
 
     Args:
         version: The version to come.
         expected: Every tensor of the model by its Hugging Face name.
-        where: Whose intake this is, for errors.
+        where: The name of the engine, for errors.
     """
 
     def __init__(self, version: int, expected: Mapping[str, Form], where: str) -> None:
@@ -43,10 +44,11 @@ class Intake:
         self._last = False
 
     def admit(self, bucket: WeightBucket) -> None:
-        """Judge the next bucket before anything is done with it.
+        """Check the next bucket before anything is done with it.
 
         Raises:
-            EngineError: it is out of order, or one of its tensors is unknown, came before, or has another form.
+            EngineError: it is out of order, or one of its tensors is unknown, has come before, or has another dtype or
+                shape.
         """
         if bucket.version != self.version or bucket.index != self._buckets or self._last:
             raise self._error(
@@ -61,7 +63,7 @@ class Intake:
             self._seen.add(named.name)
 
     def finish(self) -> None:
-        """The sender says there is nothing more.
+        """Check that nothing is missing, once the sender has finished.
 
         Raises:
             EngineError: tensors are missing, or no bucket was marked last.

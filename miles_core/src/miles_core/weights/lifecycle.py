@@ -1,4 +1,4 @@
-"""Publish one weight version: complete on every engine or visible on none.
+"""Publishes one weight version, so that it is complete on every engine or visible on none.
 
     SERVING ─┬─> PAUSING ─> STAGING ─> VERIFYING ────────────┬─> ACTIVATING
              └────────────> STAGING ─> VERIFYING ─> PAUSING ─┘        │
@@ -7,11 +7,11 @@
              PUBLISHED <─ PROBING <─ RESUMING <─ PROVING <────────────┤
                             any of them may fail ─> SPLIT <───────────┘
 
-The lower way is for engines that stage beside what they serve: they generate until the pause, and only the swap stops
-them. Until ACTIVATING nothing that an engine serves with has changed, so every failure before it ends in REFUSED with
-generation running on. Activation on several engines cannot be one atomic act; when it succeeds on some only, or an
-engine turns out to serve other weights than the trainer's, the update is SPLIT: no engine serves, so that no group can
-be sampled by mixed or wrong weights, and the run stops.
+The lower path is for engines that stage a version beside the one they serve: they generate until the pause, and only
+the swap stops them. Until ACTIVATING, nothing that an engine serves with has changed. So every failure before it ends
+in REFUSED, and generation continues. Several engines cannot be activated in one atomic act. If it succeeds on some
+only, or if an engine turns out to serve other weights than the trainer's, the update is SPLIT: no engine serves, so
+that no group is sampled by mixed or wrong weights, and the run stops.
 """
 
 from __future__ import annotations
@@ -69,14 +69,16 @@ PAUSED_PHASES = (Phase.PAUSING, Phase.ACTIVATING, Phase.PROVING, Phase.RESUMING)
 
 
 class Proof(Protocol):
-    """Evidence that the engines serve what the trainer has; `weights.proof` is the real one."""
+    """Checks that the engines serve what the trainer has. `weights.proof` implements it."""
 
     async def weights(self, engines: Sequence[Engine], manifest: WeightManifest) -> Mapping[str, float]:
-        """Look at the live weights while the engines are paused; figures of what it cost. Raises `ContractError`."""
+        """Compare the live weights while the engines are paused. Returns figures of what it cost. Raises
+        `ContractError`."""
         ...
 
     async def logprobs(self, engines: Sequence[Engine], version: int) -> Mapping[str, float]:
-        """Let the engines, just resumed, score what the trainer can score too. Raises `ContractError`."""
+        """Let the engines, which were just resumed, score what the trainer can score as well. Raises
+        `ContractError`."""
         ...
 
 
@@ -85,9 +87,9 @@ class UpdateSettings:
     """How updates are done."""
 
     overlap: bool = False
-    """Stage before the pause; every engine must provide the tag `stages-aside`."""
+    """Whether to stage before the pause; every engine must provide the tag `stages-aside`."""
     timeout_s: float | None = None
-    """Seconds that staging, and each answer of an engine, may take; None is for ever."""
+    """Seconds that staging, and each answer of an engine, may take; None is no limit."""
     proof: Proof | None = None
 
 
@@ -96,13 +98,13 @@ class PublishReport:
     """One completed publish."""
 
     manifest: WeightManifest
-    """The sender's; every engine's was equal to it."""
+    """The manifest of the sender. That of every engine was equal to it."""
     seconds_by_phase: Mapping[str, float]
-    """Wall seconds of each phase, in the order in which they were entered."""
+    """Wall-clock seconds of each phase, in the order in which they were entered."""
     figures: Mapping[str, float] = field(default_factory=dict)
     """``sync/...`` metrics of this update."""
     refused: Mapping[int, str] = field(default_factory=dict)
-    """Engines that asked to join and could not, by their position, and why."""
+    """The engines that asked to join and could not, by position, and why."""
 
     @property
     def version(self) -> int:
@@ -128,7 +130,7 @@ class WeightUpdate:
         self._entered = time.monotonic()
 
     def enter(self, phase: Phase) -> None:
-        """Move on; an edge that `TRANSITIONS` does not have is a mistake of this module."""
+        """Go to the next phase. A transition that `TRANSITIONS` does not have is a mistake of this module."""
         if phase not in TRANSITIONS[self.phase]:
             raise AssertionError(f"weight update cannot go from {self.phase} to {phase}")
         now = time.monotonic()
@@ -211,7 +213,7 @@ async def _stage(update: WeightUpdate, transport: Transport, num_engines: int) -
         raise TransportError(
             f"version {update.version} was not staged within {update.timeout_s:g} s",
             found=describe(limit=4),
-            do="mend who is waited for, or raise weights.timeout_s",
+            do="fix what it waits for, or raise weights.timeout_s",
         ) from error
     update.enter(Phase.VERIFYING)
     verify(staged, update.version, num_engines=num_engines)
@@ -259,7 +261,7 @@ def _staged_first(seconds: Mapping[str, float]) -> bool:
 
 
 async def _to_its_end(work: Coroutine[Any, Any, T]) -> T:
-    """Finish `work` even when the caller is cancelled, and only then pass the cancellation on."""
+    """Finish `work` even if the caller is cancelled, and only then pass the cancellation on."""
     task = asyncio.create_task(work)
     try:
         return await asyncio.shield(task)
@@ -299,7 +301,8 @@ def verify(staged: Staged, version: int, *, num_engines: int) -> None:
 
 
 async def _served_versions(update: WeightUpdate, engines: Sequence[Engine], newcomers: frozenset[int]) -> Sequence[int]:
-    """What each engine serves: one version, -1 before the first publish; a newcomer anything."""
+    """Ask each engine which version it serves. All must serve the same one (-1 before the first publish), except
+    newcomers."""
     versions = await _all(update, "version", [engine.version for engine in engines])
     if not versions:
         raise TransportError("there is no engine to publish to", expected="at least one engine", found="none")
@@ -315,7 +318,7 @@ async def _served_versions(update: WeightUpdate, engines: Sequence[Engine], newc
 
 
 async def _activate(update: WeightUpdate, engines: Sequence[Engine], old: Sequence[int]) -> None:
-    """Swap on all engines, then ask each what it serves: the answers, not the absence of errors, decide."""
+    """Swap on all engines, then ask each what it serves. The answers decide, not the absence of errors."""
     version = update.version
     failures = await _outcomes(update, "activate", [partial(engine.activate, version) for engine in engines])
     served = await _outcomes(update, "version", [engine.version for engine in engines])
@@ -332,7 +335,7 @@ async def _activate(update: WeightUpdate, engines: Sequence[Engine], old: Sequen
         raise TransportError(
             f"version {version} could not be activated",
             found=found,
-            do="all engines serve what they served before; mend the engine's failure",
+            do="all engines serve what they served before; fix the engine's failure",
         ) from cause
     update.enter(Phase.SPLIT)
     raise TransportError(
@@ -344,7 +347,8 @@ async def _activate(update: WeightUpdate, engines: Sequence[Engine], old: Sequen
 
 
 async def _roll_back(update: WeightUpdate, engines: Sequence[Engine]) -> None:
-    """Resume what was paused, on the version it had; the error in flight follows, or explains a failure to resume."""
+    """Resume the engines that were paused, with the version they had. Afterwards the caller raises the error that led
+    here; it also explains a failure to resume."""
     update.enter(Phase.ROLLING_BACK)
     outcomes = await _outcomes(update, "resume", [engine.resume for engine in engines])
     update.enter(Phase.REFUSED)
@@ -358,7 +362,7 @@ async def _roll_back(update: WeightUpdate, engines: Sequence[Engine]) -> None:
 
 
 async def _all(update: WeightUpdate, verb: str, calls: Iterable[Callable[[], Awaitable[T]]]) -> list[T]:
-    """Await one call per engine to its end; raise when any failed, naming every engine that did."""
+    """Await one call for each engine to its end. If any failed, raise an error that names every engine that did."""
     outcomes = await _outcomes(update, verb, calls)
     failed = [(index, outcome) for index, outcome in enumerate(outcomes) if isinstance(outcome, BaseException)]
     if failed:

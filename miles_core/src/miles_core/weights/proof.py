@@ -1,14 +1,14 @@
-"""Delivery proof: after each update, evidence that every engine serves the trainer's weights, and nothing older.
+"""Delivery proof: checks after each update that every engine serves the trainer's weights, and nothing older.
 
-A transport's own account says what was received. What an engine samples with can still differ: a load that skipped a
-tensor, a fused layout filled in the wrong order, a cache that outlived its weights. So two questions are put to what is
-live:
+A transport can only say what was received. What an engine samples with can still differ: a load skipped a tensor, a
+fused layout was filled in the wrong order, or a cache outlived its weights. Therefore two things are compared on the
+live engines:
 
     digests     of the served tensors, in each engine, against those the trainer took while exporting   (paused)
     log-probs   of a few probe tokens, sampled by each engine and scored by the trainer                 (resumed)
 
-Probes are the same prompts after every update: a prefix cache that was not flushed holds exactly them. An engine that
-says it reused any of their tokens is caught by its own word; one that hides it, by its log-probs.
+Probes are the same prompts after every update, so a prefix cache that was not flushed holds exactly them. An engine
+that reports reused tokens is caught by its report; one that hides them is caught by its log-probs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Score = Callable[[TrainBatch], Awaitable[Float32]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Probed:
-    """A probe as one engine continued it."""
+    """A probe, as one engine continued it."""
 
     token_ids: tuple[int, ...]
     """Prompt and output."""
@@ -71,7 +71,7 @@ class DeliveryProof:
     weight_bytes: int = 4
     """Of the narrowest weights; decides how much rounding is never an alarm."""
     allowed_gap: float | None = field(default=None, init=False)
-    """Nats, measured at the first publish."""
+    """In nats; measured at the first publish."""
 
     async def weights(self, engines: Sequence[Engine], manifest: WeightManifest) -> Mapping[str, float]:
         """Compare live digests with the trainer's.
@@ -151,7 +151,7 @@ class DeliveryProof:
 
 
 def probe_prompts(count: int, vocabulary: int, seed: int) -> tuple[tuple[int, ...], ...]:
-    """Random prompts that begin with different tokens, so that none can be another one's prefix."""
+    """Random prompts that begin with different tokens, so that none is a prefix of another."""
     random = np.random.default_rng(seed)
     firsts = random.choice(vocabulary, size=count, replace=False)
     rest = random.integers(0, vocabulary, size=(count, PROBE_PROMPT_TOKENS - 1))
@@ -193,7 +193,7 @@ def _stale(index: int, row: Probed, version: int) -> str | None:
 
 
 def probe_batch(rows: Sequence[Probed]) -> TrainBatch:
-    """The rows as the trainer scores them: S = len(rows), every output token in the mask."""
+    """A batch for the trainer to score: S = len(rows), with every output token in the mask."""
     lengths = np.array([len(row.token_ids) for row in rows], dtype=np.int64)
     total = int(lengths.sum())
     mask = np.concatenate([np.arange(len(row.token_ids)) >= len(row.token_ids) - len(row.logprobs) for row in rows])
@@ -216,7 +216,8 @@ def probe_batch(rows: Sequence[Probed]) -> TrainBatch:
 def _gaps(rows: Sequence[Probed], scored_N: Float32) -> list[float]:
     """Mean |engine - trainer| log-prob of each row, in nats; infinite where one is not a number.
 
-    Not the largest: a stale cache or a wrong layout moves every token, rounding now and then one a long way.
+    The mean and not the largest: a stale cache or a wrong layout moves every token, whereas rounding sometimes moves a
+    single one far.
     """
     gaps, end = [], 0
     for row in rows:

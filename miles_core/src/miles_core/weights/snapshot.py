@@ -1,7 +1,7 @@
-"""Snapshots: the weights of one step as a Hugging Face folder, which engines load while the trainer goes on.
+"""Snapshots: the weights of one step as a Hugging Face folder, which engines load while the trainer continues.
 
-A snapshot is ready once its marker is there; the marker says which step it holds. `SnapshotTransport` stages one on
-engines like any other weight version: what each engine received is compared with what the files hold.
+A snapshot is ready once its marker is there; the marker says which step it holds. `SnapshotTransport` stages a snapshot
+on engines like any other weight version: what each engine received is compared with what the files hold.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ async def write(root: Path, step: int, export: Callable[[Path], Awaitable[None]]
 
 
 def step_of(folder: Path) -> int | None:
-    """The step whose weights a folder holds; None where it is not ready."""
+    """The step whose weights a folder holds; None if it is not ready."""
     try:
         return int(json.loads((folder / MARKER).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError):
@@ -108,7 +108,7 @@ class SnapshotTransport:
         self._engines = tuple(engines)
 
     async def publish(self, version: int) -> Staged:
-        """Stage the snapshot of step `version` on every engine; what is sent is what the files hold."""
+        """Stage the snapshot of step `version` on every engine. The manifest is that of the files."""
         sent = asyncio.to_thread(self._account, version)
         receiving = (engine.receive(version) for engine in self._engines)
         account, *received = await asyncio.gather(sent, *receiving)

@@ -1,7 +1,8 @@
-"""Stage one version on every engine: one send and all receives at once, and the first failure ends them all.
+"""Stages one version on every engine: one send and all receives run together, and the first failure ends them all.
 
-What every transport's `publish` does between its own opening and closing moves. Nothing here waits for a party that a
-failed one should have woken: the transport's `abandon` unblocks both ends, so the failure surfaces at once and by name.
+Every transport's `publish` uses this between its own preparations and clean-up. Nothing here waits for a party that was
+waiting for one that failed: the transport's `abandon` unblocks both ends, so the failure is reported at once and by
+name.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ async def stage(
     """Run the send and all receives of `version` to their ends.
 
     Args:
-        abandon: Tells both ends that this attempt is over, with the reason; called from the event loop, must not block,
+        abandon: Tells both ends that this attempt is over, and why. It is called from the event loop, must not block,
             and must make every blocked `send` and `receive` raise soon.
 
     Raises:
-        TransportError: naming every party that failed, the first cause first.
+        TransportError: names every party that failed, the first cause first.
     """
     names = ["trainer", *(f"engine {index}" for index in range(len(engines)))]
     calls = [source.send_weights(version), *(engine.receive(version) for engine in engines)]
@@ -65,7 +66,7 @@ async def stage(
             f"version {version} was not staged on every engine, and all keep serving the one they had",
             found="; then ".join(f"{name}: {_one_line(outcomes.get(name))}" for name in failed),
             where=", ".join(part for part in (failed[0], told.where) if part),
-            do=told.do or "mend the first failure and publish again",
+            do=told.do or "fix the first failure and publish again",
         ) from first
     sent, *received = (task.result() for task in tasks)
     return Staged(sent=sent, received=tuple(received))

@@ -1,4 +1,4 @@
-"""Seconds by name, summed over many short stretches."""
+"""Adds up seconds by name, over many short stretches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Stopwatch:
 
     @contextlib.contextmanager
     def running(self, name: str) -> Iterator[None]:
-        """Count the block towards `name`."""
+        """Add the time of the block to `name`."""
         began = time.perf_counter()
         try:
             yield
@@ -26,7 +26,7 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - began
 
     def timed(self, name: str, items: Iterable[T]) -> Iterator[T]:
-        """The items; the time to make each counts towards `name`, the time to use it does not."""
+        """Yield the items. The time to make each is added to `name`; the time to use it is not."""
         iterator = iter(items)
         while True:
             with self.running(name):

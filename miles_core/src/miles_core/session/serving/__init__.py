@@ -1,1 +1,1 @@
-"""Sessions over HTTP: the wire protocols agents speak, in front of the same sessions that environments use."""
+"""Sessions over HTTP: the protocols that agents speak, in front of the same sessions that environments use."""

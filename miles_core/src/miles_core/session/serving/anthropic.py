@@ -1,4 +1,4 @@
-"""Anthropic Messages: requests in, answers and stream events out."""
+"""The protocol Anthropic Messages: reads requests, and writes answers and stream events."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def _tool_use(call: ToolCall, value: Mapping[str, Any]) -> Block:
 
 
 class MessagesStream:
-    """Deltas to message events: a block is open at a time, and each kind of delta has its kind of block."""
+    """Turns deltas into message events. One block is open at a time, and each kind of delta has a kind of block."""
 
     def __init__(self, reply: Reply, prompt_tokens: int) -> None:
         self._reply, self._prompt_tokens = reply, prompt_tokens

@@ -1,7 +1,7 @@
-"""The session server: an ASGI application over a store of sessions.
+"""The session server: an ASGI application for the sessions of a store.
 
-A client names its session in the path (``/sessions/{key}/v1/...``), so that setting a base URL is enough, or in a
-header, so that setting headers or an API key is enough.
+A client names its session in the path (``/sessions/{key}/v1/...``), so that it need only set a base URL, or in a
+header, so that it need only set headers or an API key.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 
 def make_app(store: SessionStore) -> Starlette:
-    """The application; its life is the store's: at the end all sessions are closed."""
+    """Make the application. It lives as long as the store: at its end, all sessions are closed."""
     turns = Turns(store)
     routes = [*control.routes(store)]
     for wire in WIRES:

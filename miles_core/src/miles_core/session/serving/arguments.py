@@ -1,7 +1,7 @@
 """Tool-call arguments in protocols that carry objects instead of text.
 
-A call's arguments are the text the model sampled. A protocol that shows the agent an object gets the object back, and
-`exact` finds the text it was made from; only an object the agent changed is spelled anew.
+The arguments of a call are the text that the model sampled. Some protocols show the agent an object, and get the object
+back. `exact` finds the text that it was made from. Only an object that the agent changed is spelled again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ RAW = "_raw"
 
 
 def as_object(text: str) -> dict[str, Any]:
-    """The object that `text` spells; text that spells none is kept under `RAW`."""
+    """The object that `text` spells. Text that spells no object is kept under the key `RAW`."""
     if not text.strip():
         return {}
     try:

@@ -1,4 +1,4 @@
-"""A request for a turn, whatever protocol it came in; and how its sampling fields meet the session's."""
+"""A request for a turn, whichever protocol it came by, and how its sampling fields are combined with the session's."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ class Asked:
     tools: Sequence[Tool] = ()
     stream: bool = False
     usage: bool = False
-    """Send the token counts at the end of a stream."""
+    """Whether to send token counts at the end of a stream."""
     logprobs: bool = False
-    """Return the log-probs of the sampled tokens."""
+    """Whether to return the log-probs of the sampled tokens."""
     sampling: Mapping[str, Any] = field(default_factory=dict)
-    """Fields of `SamplingParams` the agent set."""
+    """The fields of `SamplingParams` that the agent set."""
     model: str = ""
 
 
 def merge_sampling(
     own: SamplingParams, asked: Mapping[str, Any], mode: AgentSampling
 ) -> tuple[SamplingParams, dict[str, Any]]:
-    """How a turn samples, and what the agent asked for in vain.
+    """How a turn is sampled, and what the agent asked for without getting it.
 
-    `max_tokens` can only be lowered and stop strings only be added, in either mode: they end a turn and leave the
-    distribution of its tokens alone.
+    In either mode `max_tokens` can only be lowered, and stop strings can only be added: they end a turn, and do not
+    change the distribution of its tokens.
     """
     changes: dict[str, Any] = {}
     if "max_tokens" in asked:
@@ -48,7 +48,7 @@ def merge_sampling(
 
 
 def check_temperature(wanted: float, found: float | None) -> None:
-    """A row is trained under one temperature, so a history that goes on keeps it.
+    """Check that a continued history keeps its temperature, since a row is trained under one temperature.
 
     Args:
         found: Of the turn that is extended; None where there is none.

@@ -1,4 +1,4 @@
-"""OpenAI Chat Completions: requests in, answers and stream chunks out."""
+"""The protocol OpenAI Chat Completions: reads requests, and writes answers and stream chunks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class WireFunction(BaseModel):
     model_config = ConfigDict(extra="ignore")
     name: str
     arguments: str | dict[str, Any] | None = ""
-    """JSON text; an object is spelled compactly."""
+    """JSON text. If it is an object, it is spelled compactly."""
 
 
 class WireCall(BaseModel):
@@ -46,7 +46,7 @@ class WireCall(BaseModel):
 
 
 class WireMessage(BaseModel):
-    """A chat message. Keys that are not listed are ignored, as harnesses carry all sorts of their own."""
+    """A chat message. Keys that are not listed are ignored, because agent programs send many of their own."""
 
     model_config = ConfigDict(extra="allow")
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -54,7 +54,7 @@ class WireMessage(BaseModel):
     """Text, or text parts; images are refused."""
     reasoning_content: str | None = None
     reasoning: str | None = None
-    """Another spelling of the same."""
+    """Another name for the same."""
     tool_calls: list[WireCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -82,7 +82,7 @@ class ChatFields(Fields):
     """What a request may say beside its messages."""
 
     model: str = ""
-    """Any name; the session's engine serves what it serves."""
+    """Any name; it has no effect, since the session's engine serves one model."""
     tools: list[WireTool] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -96,7 +96,7 @@ class ChatFields(Fields):
     stop: str | list[Annotated[str, Field(min_length=1)]] | None = None
     seed: Annotated[int, Field(ge=0, lt=2**53)] | None = None
     logprobs: Literal[True] | None = None
-    """Return log-probs; they are captured in any case, so they cannot be switched off."""
+    """Whether to return log-probs. They are recorded in any case; that cannot be switched off."""
 
 
 class ChatRequest(ChatFields):
@@ -228,7 +228,7 @@ def read_message(raw: Any, at: str) -> tuple[Message, ...]:
 
 
 def text_of(content: str | list[dict[str, Any]] | None, at: str) -> str:
-    """A message's text; its text parts stand on lines of their own.
+    """The text of a message; its text parts are joined by newlines.
 
     Raises:
         Refused: a part is no text.
@@ -298,7 +298,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 class ChatStream:
-    """Deltas to ``chat.completion.chunk`` objects."""
+    """Turns deltas into ``chat.completion.chunk`` objects."""
 
     def __init__(self, *, response_id: str, model: str, created: int, usage: bool) -> None:
         self._head = {"id": response_id, "object": "chat.completion.chunk", "created": created, "model": model}

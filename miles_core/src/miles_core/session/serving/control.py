@@ -1,4 +1,4 @@
-"""Creating, reading, collecting and deleting sessions; health and metrics."""
+"""The routes that create, read, collect and delete sessions, and those for health and metrics."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Sampling(Body):
 
 
 class CreateSession(Body):
-    """How the new session samples; what is left out is as the server was started with."""
+    """How the new session samples. For what is left out, the settings count that the server was started with."""
 
     sampling: Sampling = Sampling()
 
@@ -46,13 +46,13 @@ class CollectSamples(Body):
     prompt_id: str = ""
     """Copied into every sample."""
     leaves: Literal["all", "drop-retries", "longest"] | None = None
-    """Which leaves of a branching history become samples; null is as the server was started with."""
+    """Which leaves of a branching history become samples; null takes what the server was started with."""
     metadata: dict[str, Any] = {}
     """Copied into every sample; facts that the server states itself, such as `turns`, are refused."""
 
 
 def routes(store: SessionStore) -> list[Route]:
-    """The routes that are not turns."""
+    """All routes that do not ask for a turn."""
     return [
         Route("/health", _with(store, _health), methods=["GET"]),
         Route("/metrics", _with(store, _metrics), methods=["GET"]),

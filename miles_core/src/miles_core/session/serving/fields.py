@@ -1,7 +1,7 @@
-"""Which fields of a request may be there, and which value of a field that cannot be served is harmless.
+"""Which fields a request may have, and which values of fields that cannot be served are harmless.
 
-A field that would change what is sampled, or how the prompt reads, is never ignored: it is refused by name unless its
-value asks for nothing. Token ids and offsets into them are the server's alone.
+A field that would change what is sampled, or what the prompt says, is never ignored. It is refused by name, unless its
+value asks for nothing. Token ids and offsets into them belong to the server alone.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ def empty(value: Any) -> bool:
 
 
 def only(*values: Any) -> Harmless:
-    """Harmless where the value is one of `values` (of the same type), or null."""
+    """The value is harmless if it is one of `values` (of the same type), or null."""
     return lambda value: value is None or any(type(value) is type(each) and value == each for each in values)
 
 
 def number(value: float) -> Harmless:
-    """Harmless where it is this number, or null."""
+    """The value is harmless if it is this number, or null."""
     return lambda found: found is None or (not isinstance(found, bool) and found == value)
 
 
@@ -62,7 +62,7 @@ def anything(value: Any) -> bool:
 
 
 class Fields(BaseModel):
-    """The understood fields of a request; what else is there must be harmless."""
+    """The fields of a request that are understood. All others must be harmless."""
 
     model_config = ConfigDict(extra="allow", strict=True, use_attribute_docstrings=True)
 
@@ -71,8 +71,8 @@ def check_extra(extra: Mapping[str, Any], known: Mapping[str, Harmless], why: Ma
     """Refuse the first field that cannot be ignored.
 
     Args:
-        known: Field -> whether a value of it asks for nothing.
-        why: Field -> why any other value is refused.
+        known: For each field, a function that says whether a value asks for nothing.
+        why: For each field, why any other value is refused.
 
     Raises:
         Refused: 400 naming the field.
@@ -94,7 +94,7 @@ Model = TypeVar("Model", bound=BaseModel)
 
 
 def validated(model: type[Model], raw: Any) -> Model:
-    """`raw` as a `model`.
+    """Validate `raw` as a `model`.
 
     Raises:
         Refused: 400 naming the first field that does not fit.

@@ -1,4 +1,4 @@
-"""Bodies in and out: bounded JSON requests, JSON answers, and event streams that notice when their reader leaves."""
+"""HTTP bodies: JSON requests of limited size, JSON answers, and event streams that notice when their reader leaves."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Json(Response):
 
 
 async def read_object(request: Request, limit: int) -> dict[str, Any]:
-    """The JSON object in a request's body; an empty body is an empty object.
+    """Read the JSON object in the body of a request; an empty body is an empty object.
 
     Raises:
         Refused: 413 beyond `limit` bytes, 400 for anything else than an object.
@@ -51,8 +51,8 @@ class EventStream(Response):
     """Server-sent events from `source`, which is closed when they end or the client goes away.
 
     Args:
-        abandon: Called when the client goes away, perhaps before `source` was ever asked.
-        on_gone: Called then too, for the record.
+        abandon: Called when the client leaves, perhaps before anything was read from `source`.
+        on_gone: Called then as well, to count it.
         on_close: Called in any case, at the end.
     """
 

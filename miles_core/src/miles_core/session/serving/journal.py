@@ -1,10 +1,10 @@
-"""A file per session with every committed turn, so that a killed server goes on where it was.
+"""Keeps a file for each session with every committed turn, so that a server that was killed can continue.
 
-A line is written, in one call, before its turn becomes history and before the client hears of it; what the process
-wrote outlives the process, so a `kill -9` loses no committed turn (a power cut may). Replaying a line commits the same
-ids, log-probs and routes through the same code. A last line without an end was being written when the process died:
-its turn was never history, and it is cut off. Every other line carries a checksum, since a changed byte can well spell
-other tokens.
+A line is written, in one call, before its turn becomes history and before the client gets the answer. What a process
+has written outlives it, so a `kill -9` loses no committed turn (a power cut may). When a line is replayed, the same
+code commits the same ids, log-probs and routes. If the last line has no end, it was being written when the process
+died: its turn never became history, and the line is cut off. Every other line carries a checksum, because a changed
+byte could spell other tokens.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _log = logging.getLogger(__name__)
 
 class Journal:
     """Args:
-    folder: Created if absent; one server at a time writes to it.
+    folder: Created if it is absent. Only one server at a time writes to it.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class Journal:
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:
-        """No other process writes to the folder meanwhile; the kernel lets go of it however this one ends.
+        """Inside the block, no other process writes to the folder. The kernel releases it however this process ends.
 
         Raises:
             RunError: another server has it.
@@ -72,7 +72,7 @@ class Journal:
             os.close(descriptor)
 
     def sessions(self) -> list[str]:
-        """Sessions with a file, the least recently written first."""
+        """The sessions that have a file, the least recently written first."""
         files = [path for path in self._folder.glob(f"*{SUFFIX}") if _KEY.fullmatch(path.name.removesuffix(SUFFIX))]
         return [path.name.removesuffix(SUFFIX) for path in sorted(files, key=lambda path: path.stat().st_mtime)]
 
@@ -87,7 +87,7 @@ class Journal:
         self._path(key).unlink(missing_ok=True)
 
     def load(self, key: str, factory: SessionFactory) -> AnySession | None:
-        """The session as it was, or None where the journal has none of that name.
+        """The session as it was, or None if the journal has none of that name.
 
         Raises:
             JournalDamaged: the file is damaged, or was written under another family or history.
@@ -148,7 +148,8 @@ def _checked(line: bytes) -> dict[str, Any]:
 
 
 def _check_unfinished(path: Path, rest: bytes) -> None:
-    """What stands behind the last line's end may be the beginning of a line, but no whole one with a wrong end."""
+    """Check what comes after the end of the last line: it may be the beginning of a line, but not a whole line with a
+    wrong end."""
     end = rest.rfind(_CHECK) + _CHECK_SIZE
     if _CHECK_SIZE <= end < len(rest):
         with contextlib.suppress(ValueError, TypeError, RecursionError):

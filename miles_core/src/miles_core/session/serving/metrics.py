@@ -42,7 +42,7 @@ class ServerMetrics:
         return sum(value for (found, having), value in self.values.items() if found == name and wanted <= set(having))
 
     def render(self, gauges: Mapping[str, float]) -> str:
-        """The page, gauges given by the caller."""
+        """The page of metrics; the caller gives the gauges."""
         lines: list[str] = []
         for name, (kind, text) in HELP.items():
             lines += [f"# HELP {name} {text}", f"# TYPE {name} {kind}"]

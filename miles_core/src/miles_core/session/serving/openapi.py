@@ -45,7 +45,7 @@ ERRORS = {
 
 
 def document(version: str) -> Doc:
-    """The document, for a server of that version."""
+    """The document for a server of the given version."""
     _, schemas = models_json_schema([(model, "validation") for model in MODELS], ref_template=REF)
     return {
         "openapi": "3.1.0",

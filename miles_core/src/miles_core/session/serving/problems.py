@@ -1,4 +1,4 @@
-"""What a client is told when a request fails: a status, a sentence, and the field that is at fault."""
+"""What a client gets when a request fails: a status, a sentence, and the field that is at fault."""
 
 from __future__ import annotations
 

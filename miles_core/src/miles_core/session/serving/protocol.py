@@ -1,4 +1,4 @@
-"""What a wire protocol is to the server: how a request is read, and how an answer is written, whole or in pieces."""
+"""What the server needs of a wire protocol: how to read a request, and how to write an answer, whole or in pieces."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
-    """What an answer needs beside the completion."""
+    """What an answer contains besides the completion."""
 
     response_id: str
     model: str
@@ -45,9 +45,9 @@ class WireProtocol:
     read: Callable[[Mapping[str, Any], Entry], Asked]
     """Raises `Refused`."""
     whole: Callable[[Completion, Reply, list[Event] | None], Event]
-    """The body of an answer that is not streamed; the last argument are its log-probs if asked for."""
+    """The body of an answer that is not streamed. The last argument holds its log-probs, if they were asked for."""
     writer: Callable[[Reply, int], Writer]
-    """For a prompt of so many tokens."""
+    """The body for a prompt of so many tokens."""
     error: Callable[[Refused], Event]
     named_events: bool
-    """Streams carry ``event:`` lines with each event's type, and no ``[DONE]``."""
+    """Whether streams have ``event:`` lines with the type of each event, and no ``[DONE]``."""

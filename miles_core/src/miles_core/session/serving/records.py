@@ -1,4 +1,4 @@
-"""A session as JSON: its turns, for people and harnesses; its trajectories, for trainers."""
+"""Sessions as JSON: the turns for people and agent programs, the trajectories for trainers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from miles_core.types import Message, Trajectory
 
 
 def record(entry: Entry) -> dict[str, Any]:
-    """What GET of a session returns. Token ids stay here: agents read this too."""
+    """What a GET of a session returns. It has no token ids, since agents read it too."""
     session = entry.session
     return {
         "session_id": entry.key,

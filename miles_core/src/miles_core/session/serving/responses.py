@@ -1,6 +1,6 @@
-"""OpenAI Responses: input items in, output items and stream events out.
+"""The protocol OpenAI Responses: reads input items, and writes output items and stream events.
 
-`previous_response_id` names a turn of the session, whose history the server holds.
+`previous_response_id` names a turn of the session; the server has its history.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def read(body: Mapping[str, Any], entry: Entry) -> Asked:
 
 
 def _history(response_id: str, entry: Entry) -> tuple[Message, ...]:
-    """The conversation up to and with an earlier answer of this session."""
+    """The conversation up to an earlier answer of this session, that answer included."""
     # The id itself says which turn it was, so that it outlives the process as the turn does.
     turns: Sequence[Turn | Node] = entry.session.turns
     for at, turn in enumerate(turns):
@@ -183,7 +183,8 @@ def _string(raw: Mapping[str, Any], name: str, at: str) -> str:
 
 
 def _merged(messages: list[Message]) -> list[Message]:
-    """One message for each assistant turn, which the protocol spreads over items: reasoning, text, calls."""
+    """Make one message of each assistant turn, which the protocol spreads over several items: reasoning, text,
+    calls."""
     found: list[Message] = []
     for message in messages:
         last = found[-1] if found else None
@@ -219,7 +220,7 @@ def whole(completion: Completion, reply: Reply, logprobs: list[Event] | None) ->
 
 
 class ResponsesStream:
-    """Deltas to response events: an item is open at a time, and each kind of delta has its kind of item."""
+    """Turns deltas into response events. One item is open at a time, and each kind of delta has a kind of item."""
 
     def __init__(self, reply: Reply, prompt_tokens: int) -> None:
         self._reply = reply

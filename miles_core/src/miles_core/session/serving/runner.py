@@ -1,4 +1,4 @@
-"""A session server that listens, inside whatever event loop there is."""
+"""Lets a session server listen, inside the event loop that is running."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ may do so under a request of the other, which an agent sees as a broken connecti
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Signals belong to whoever runs the loop."""
+        """Do nothing: signals are handled by the owner of the event loop."""
         yield
 
 
 @contextlib.asynccontextmanager
 async def listening(store: SessionStore, *, host: str = "127.0.0.1", port: int = 0) -> AsyncIterator[str]:
-    """Serve `store` until the block ends; gives the base URL. Port 0 takes a free one.
+    """Serve `store` until the block ends. Yields the base URL. Port 0 takes a free port.
 
     Raises:
         RunError: the address cannot be taken.

@@ -1,6 +1,6 @@
-"""A turn under way for a client that may go away: cancelled with it, and never left behind.
+"""Runs a turn for a client that may leave. If it does, the turn is cancelled and nothing is left behind.
 
-The session changes only when the turn is complete, so whoever leaves early leaves it consistent.
+The session changes only when the turn is complete, so it is consistent whenever a client leaves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from miles_core.session.refusals import SessionClosed
 
 
 class TurnTask:
-    """A turn being generated. It begins at once, so that the session counts as busy from here on."""
+    """A turn that is being generated. It begins at once, so the session counts as busy from then on."""
 
     def __init__(self, session: Session, prepared: Prepared, *, listens: bool) -> None:
         self._session = session
@@ -35,7 +35,7 @@ class TurnTask:
         self._queue.put_nowait(None)
 
     async def result(self) -> Completion:
-        """The turn's completion; cancelling the wait cancels the turn.
+        """Wait for the turn's completion. Cancelling the wait cancels the turn.
 
         Raises:
             SessionClosed: the session was deleted meanwhile.
@@ -51,7 +51,7 @@ class TurnTask:
         return self.task.result()
 
     async def pieces(self) -> AsyncGenerator[Delta | Completion, None]:
-        """The turn's pieces as they are sampled, then its completion; closing it early cancels the turn.
+        """The pieces of the turn while they are sampled, then its completion. Closing this early cancels the turn.
 
         Raises:
             SessionClosed: the session was deleted meanwhile.
@@ -67,7 +67,7 @@ class TurnTask:
 class Running:
     """The turns of one session that clients wait for.
 
-    Deleting the session cancels them, so that its engine's slot is free at once.
+    When the session is deleted they are cancelled, so that the engine's slot is free at once.
     """
 
     def __init__(self) -> None:
@@ -95,10 +95,10 @@ T = TypeVar("T")
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """The result of `work`, which is cancelled when the client goes away.
+    """Return the result of `work`, which is cancelled if the client leaves.
 
     Args:
-        receive: The request's channel, its body read.
+        receive: The channel of the request, after its body was read.
 
     Raises:
         ClientGone: the client went away first.

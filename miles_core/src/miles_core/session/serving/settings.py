@@ -1,4 +1,4 @@
-"""How a session server behaves; plain values, decided once."""
+"""The settings of a session server: plain values that do not change."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ MIB = 1024 * 1024
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     model: str = "policy"
-    """Name under which the policy is listed and answers."""
+    """The name by which the model is listed, and with which it answers."""
     family: str = ""
     """Name by which a run-file picks the token family, for the metrics; empty where nobody told."""
     sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=4096))
-    """Of sessions that are created without sampling of their own."""
+    """The sampling of sessions that are created without their own."""
     agent_sampling: AgentSampling = "honour"
-    """Whose temperature, top-p, top-k, min-p and seed count."""
+    """Whose temperature, top-p, top-k, min-p and seed apply."""
     picker: Picker = drop_retries
     """Chooses among the leaves of a branching history."""
     idle_timeout_s: float = 3600.0
-    """A session nobody used for so long is closed."""
+    """A session that was not used for so long is closed."""
     max_sessions: int = 4096
     max_bytes: int = 4096 * MIB
-    """Rows and messages of all sessions, about; beyond, the least recently used idle ones are closed."""
+    """About how much memory rows and messages of all sessions may take; beyond it, the least recently used idle
+    sessions are closed."""
     max_body_bytes: int = 64 * MIB
-    """Of one request."""
+    """The size of one request."""

@@ -1,6 +1,6 @@
-"""The open sessions of a server: names nobody can guess, limits, and who may be closed when.
+"""The open sessions of a server: their names, which nobody can guess, and the limits by which they are closed.
 
-A session in use is never closed by a limit. One that is closed says so to whoever asks for it again.
+A limit never closes a session in use. Clients that ask for a closed session again are told why it was closed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REMEMBERED = 10_000
 
 @dataclass(slots=True)
 class Entry:
-    """One open session, and what the server knows of it beside its history."""
+    """One open session, and what the server knows about it besides its history."""
 
     key: str
     session: AnySession
@@ -42,16 +42,16 @@ class Entry:
     transcripts: dict[str, Transcript] = field(default_factory=dict)
     """By protocol."""
     overridden: dict[str, object] = field(default_factory=dict)
-    """Sampling fields the agent set in vain, with the value it asked for last."""
+    """Sampling fields that the agent set without effect, with the value that it asked for last."""
     users: int = 0
-    """Requests being served; above 0, no limit closes the session."""
+    """How many requests are being served; above 0, no limit closes the session."""
     owned: bool = False
-    """Opened by a run, which closes it."""
+    """Whether a run opened it; then the run closes it."""
 
 
 class SessionStore:
     """Args:
-    factory: Opens sessions for clients; None where only a run opens them.
+    factory: Opens sessions for clients; None if only a run opens them.
     clock: Seconds; monotonic.
     """
 
@@ -110,13 +110,14 @@ class SessionStore:
         return self._enter(Entry(key=key, session=session, created=time.time(), last_used=self._clock(), owned=True))
 
     def release(self, key: str) -> None:
-        """The run that owns the session is done with it: turns under way are cancelled, and it is served no more."""
+        """Stop serving a session that its run is done with; turns under way are cancelled."""
         self._drop(key, "released")
         self._gone[key] = "its episode ended"
         self._forget_old()
 
     def restore(self) -> int:
-        """Open the sessions of the journal again, the latest as far as the limits allow; how many can be had."""
+        """Open the sessions of the journal again, the latest first, as far as the limits allow. Returns how many are
+        available."""
         found = 0
         for key in () if self._journal is None else self._journal.sessions():
             try:
@@ -131,8 +132,8 @@ class SessionStore:
         """An open session.
 
         Raises:
-            Refused: 410 where it was closed, with the reason; 404 where none ever was; 503 where it waits in the
-                journal while all places are in use.
+            Refused: 410 if it was closed, with the reason; 404 if it never existed; 503 if it is in the journal while
+                all places are in use.
             JournalDamaged: the journal has it and cannot be read.
         """
         entry = self._entries.get(key) or self._restored(key)
@@ -144,7 +145,7 @@ class SessionStore:
 
     @contextmanager
     def using(self, key: str) -> Iterator[Entry]:
-        """An open session that no limit closes meanwhile. Raises as `get`."""
+        """An open session that no limit closes inside the block. Raises what `get` raises."""
         entry = self.get(key)
         entry.users += 1
         self._entries.move_to_end(key)
@@ -155,7 +156,7 @@ class SessionStore:
             entry.last_used = self._clock()
 
     def close(self, key: str, reason: str, *, label: str) -> None:
-        """Close a session for good: turns under way are cancelled, its journal goes.
+        """Close a session for good. Turns under way are cancelled, and its journal is deleted.
 
         Raises:
             UnknownSession: it is not open.
@@ -167,14 +168,14 @@ class SessionStore:
         self._forget_old()
 
     def close_all(self) -> None:
-        """At shutdown: sessions leave memory, and their journal stays."""
+        """Close all sessions at shutdown. Their journal stays."""
         for key in list(self._entries):
             self._drop(key, "shutdown")
 
     # --- limits -------------------------------------------------------------------------------------------------------
 
     def sweep(self) -> None:
-        """Close what nobody used for too long, in memory or in the journal alone."""
+        """Close sessions that were not used for too long, also those that are only in the journal."""
         limit = self.settings.idle_timeout_s
         for key, last_used in list(self._away.items()):
             if self._clock() - last_used > limit:
@@ -188,7 +189,7 @@ class SessionStore:
                 self.close(key, f"nobody used it for {limit:g} s", label="idle")
 
     def limit(self) -> None:
-        """Bring memory below its cap, as far as sessions are idle: the least recently used go first."""
+        """Bring memory below its limit by closing idle sessions, the least recently used first."""
         excess = self.size_bytes - self.settings.max_bytes
         for key, entry in list(self._entries.items()):
             if excess <= 0:
@@ -207,7 +208,7 @@ class SessionStore:
         self._evict(idle, "the server had no place for another session", "count")
 
     def _evict(self, key: str, reason: str, label: str) -> None:
-        """Out of memory; where there is a journal, it brings the session back when it is asked for."""
+        """Remove a session from memory. If there is a journal, the session comes back when it is asked for."""
         if self._journal is None:
             self.close(key, reason, label=label)
         else:

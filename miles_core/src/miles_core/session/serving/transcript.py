@@ -1,7 +1,7 @@
-"""A replayed history as messages, parsing only what the last request did not bring already.
+"""Reads a replayed history, and parses only what the last request did not contain.
 
-An agent sends its whole history every turn. Raw messages equal to those of the last request become the very objects
-they became then, so that the session need not compare them again either.
+An agent sends its whole history with every turn. Raw messages that equal those of the last request become the same
+objects as before, so the session need not compare them again either.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Transcript:
         """Item -> its spelling, where it holds numbers or booleans: Python finds True equal to 1."""
 
     def read(self, raw: list[Any], parse: Parse, at: str) -> list[Message]:
-        """Messages of `raw`, item by item.
+        """The messages of `raw`, item by item.
 
         Raises:
             Refused: an item cannot be used; nothing is remembered then.

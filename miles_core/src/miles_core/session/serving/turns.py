@@ -1,4 +1,4 @@
-"""One request for a turn, from body to answer; the same for every protocol."""
+"""Serves one request for a turn, from its body to the answer, in the same way for every protocol."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Turns:
         """Answer a request for a turn of session `key`.
 
         Raises:
-            Refused, MilesError: the turn cannot be had.
-            ClientGone: nobody waits for the answer any more.
+            Refused, MilesError: there is no such turn, or it failed.
+            ClientGone: the client has left.
         """
         started = time.monotonic()
         body = await read_object(request, self._store.settings.max_body_bytes)
@@ -61,7 +61,7 @@ class Turns:
             using.close()
 
     async def count_tokens(self, request: Request, key: str, protocol: WireProtocol) -> int:
-        """Tokens of the prompt that the request would be, also of one that does not fit; nothing is sampled.
+        """Count the tokens of the prompt that the request would make, even if it does not fit. Nothing is sampled.
 
         Raises as `serve`.
         """
@@ -133,7 +133,7 @@ class Turns:
         return event(data, data.get("type", "error") if protocol.named_events else None)
 
     def _logprobs(self, entry: Entry, completion: Completion, asked: Asked) -> list[Event] | None:
-        """The sampled tokens with their log-probs in OpenAI's shape; ids are not part of it."""
+        """The sampled tokens with their log-probs in OpenAI's format, which has no ids."""
         if not asked.logprobs:
             return None
         ids, logprobs = entry.session.sampled_of(completion.turn)
@@ -158,7 +158,7 @@ class Turns:
 
 
 def as_refused(error: Exception) -> Refused:
-    """What a client is told of `error`; one that nobody raised on purpose is logged and stays secret."""
+    """What a client is told about `error`. An unexpected one is logged, and its text is not shown."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, MilesError):

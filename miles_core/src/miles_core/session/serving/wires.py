@@ -1,4 +1,4 @@
-"""The protocols a server speaks."""
+"""The list of protocols that a server speaks."""
 
 from __future__ import annotations
 
