@@ -10,7 +10,7 @@ export PYTHONPATH="$SITE" HF_HUB_OFFLINE=1 PYTHONUNBUFFERED=1 PYTHONWARNINGS=ign
 FOLDER=$(mktemp -d)
 GPUS=$(nvidia-smi --list-gpus | wc -l)
 say() { timeout "${LIMIT_S:-70}" python3 "$HERE/megatron_moe.py" "$@"; }
-backend() { say bench "$FOLDER" "$1" '{}'; LIMIT_S=130 say run "$FOLDER" "$1"; }
+backend() { say bench "$FOLDER" "$1" '{}'; LIMIT_S=170 say run "$FOLDER" "$1"; }
 check() { timeout 150 python3 -m pytest -q -p no:cacheprovider -m gpu "$@"; }
 say model "$FOLDER"
 if [ "$GPUS" = 1 ]; then

@@ -39,6 +39,7 @@ VOCAB = 32768
 PEAK_FLOPS = 989e12
 """bfloat16, dense, of one H200."""
 ROWS, LENGTH = 32, 1024
+RUN_LIMIT_S = 150
 
 RUN_FILE = """\
 name: {backend}
@@ -157,12 +158,18 @@ def run(folder: Path, backend: str) -> None:
     (folder / "run.yaml").write_text(RUN_FILE.format(folder=folder, backend=backend))
     command = [sys.executable, "-m", "miles_core.cli", "train", str(folder / "run.yaml"), "--plain"]
     started = time.perf_counter()
-    done = subprocess.run(command, check=False, stdout=subprocess.DEVNULL)
-    print(f"{backend}: 20 RL steps, exit {done.returncode} after {time.perf_counter() - started:.0f} s", flush=True)
+    try:
+        code: object = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, timeout=RUN_LIMIT_S).returncode
+    except subprocess.TimeoutExpired:
+        code = f"none, stopped by {RUN_LIMIT_S} s"
+    print(f"{backend}: RL steps, exit {code} after {time.perf_counter() - started:.0f} s", flush=True)
     directory = folder / "runs" / backend
     timings = [json.loads(line) for line in (directory / "timings.jsonl").read_text().splitlines()][1:]
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:]
-    print("  |d log-prob| mean", [round(m["contract/logprobs/abs_diff_mean"], 4) for m in metrics])
+    print(
+        f"  {len(metrics) + 1} steps; those after the first: |d log-prob| mean",
+        [round(m["contract/logprobs/abs_diff_mean"], 4) for m in metrics],
+    )
     figures = [key for key in timings[0] if key.startswith(("time/", "throughput/", "sync/")) and "digest" not in key]
     medians = {key: statistics.median(step[key] for step in timings if key in step) for key in figures}
     print("  medians", {key: float(f"{value:.4g}") for key, value in medians.items()}, flush=True)
@@ -193,7 +200,8 @@ def main() -> None:
     verb, folder, *rest = sys.argv[1:]
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     place = Path(folder)
-    faulthandler.dump_traceback_later(55)  # says where, should something hang
+    if verb != "run":
+        faulthandler.dump_traceback_later(65)  # says where, should something hang
     if verb == "model":
         write_model(place)
     elif verb == "bench":

@@ -44,10 +44,7 @@ data: {folder}/rows.jsonl
 rewards: ['{folder}/reward.py:score']
 rollout: {{sampling: {{max_tokens: 8}}}}
 schedule: {{steps: 1, groups_per_step: 1, group_size: 2}}
-backend: {{use: megatron, tensor_parallel: 2, sequence_parallel: true, distributed_optimizer: true}}
-executor: ray
-placement: {{mode: separate, trainer_ranks: 2}}
-transport: broadcast
+backend: {{use: megatron, distributed_optimizer: true}}
 """
 
 

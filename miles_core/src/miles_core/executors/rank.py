@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from miles_core.kinds.executor import TrainerSpec
 from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.registry import load_target
 from miles_core.types import WeightBucket, WeightManifest
-from miles_core.weights.digests import digest_tensor, name_some
+from miles_core.weights.digests import digest_tensors, name_some
 from miles_core.weights.stopwatch import Stopwatch
 
 RANK_METHODS = frozenset(
@@ -163,15 +164,19 @@ class _Account:
             problem = f"bucket {bucket.index} is of version {bucket.version}"
         elif bucket.index != self._next_index:
             problem = f"bucket {bucket.index} comes where {self._next_index} is due"
-        elif again := [named.name for named in bucket.tensors if named.name in self._digests]:
+        elif again := self._exported_again(bucket):
             problem = f"tensors exported twice: {name_some(again)}"
         if problem:
             raise self._error(problem)
-        for named in bucket.tensors:
-            self._digests[named.name] = digest_tensor(named.tensor)
-            self._num_bytes += named.tensor.nbytes if self._counts(bucket) else 0
+        self._digests |= digest_tensors(bucket.tensors)
+        if self._counts(bucket):
+            self._num_bytes += sum(named.tensor.nbytes for named in bucket.tensors)
         self._next_index += 1
         self._complete = bucket.last
+
+    def _exported_again(self, bucket: WeightBucket) -> list[str]:
+        counts = Counter(named.name for named in bucket.tensors)
+        return [name for name, count in counts.items() if count > 1 or name in self._digests]
 
     def manifest(self, figures: Mapping[str, float]) -> WeightManifest:
         if not self._complete:

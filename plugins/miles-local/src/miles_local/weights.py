@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from miles_core.errors import EngineError
 from miles_core.types import NamedTensor, WeightBucket, WeightManifest
-from miles_core.weights.digests import digest_tensor, manifest, name_some
+from miles_core.weights.digests import digest_tensors, manifest, name_some
 from miles_core.weights.intake import Form, Intake
 
 
@@ -119,7 +119,7 @@ def scramble(views: Mapping[str, Tensor], seed: int) -> None:
 
 
 def digests(views: Mapping[str, Tensor]) -> dict[str, str]:
-    return {name: digest_tensor(view) for name, view in views.items()}
+    return digest_tensors([NamedTensor(name=name, tensor=view) for name, view in views.items()])
 
 
 class Staging:

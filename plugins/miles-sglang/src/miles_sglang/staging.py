@@ -20,7 +20,7 @@ import torch
 
 from miles_core.errors import EngineError
 from miles_core.types import NamedTensor, WeightBucket, WeightManifest
-from miles_core.weights.digests import digest_tensor
+from miles_core.weights.digests import begin_digest, host_chunks
 from miles_core.weights.intake import Intake
 from miles_sglang.checkpoint import Checkpoint
 
@@ -156,9 +156,11 @@ def write_file(path: Path, tensors: Sequence[NamedTensor]) -> dict[str, str]:
     with path.open("xb", buffering=0) as file:
         _write_all(file, memoryview(len(encoded).to_bytes(8, "little") + encoded))
         for named in tensors:
-            host = named.tensor.detach().to("cpu").contiguous()
-            digests[named.name] = digest_tensor(host)
-            _write_all(file, host.reshape(-1).view(torch.uint8).numpy().data)
+            digest = begin_digest(named.tensor)
+            for chunk in host_chunks(named.tensor):
+                digest.update(chunk)
+                _write_all(file, chunk)
+            digests[named.name] = digest.hexdigest()
     return digests
 
 
