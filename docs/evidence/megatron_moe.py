@@ -40,6 +40,7 @@ PEAK_FLOPS = 989e12
 """bfloat16, dense, of one H200."""
 ROWS, LENGTH = 32, 1024
 RUN_LIMIT_S = 150
+STEPS = 20
 
 RUN_FILE = """\
 name: {backend}
@@ -47,7 +48,7 @@ model: {folder}/model
 data: {folder}/train.jsonl
 rewards: ['{folder}/reward.py:score']
 rollout: {{sampling: {{max_tokens: 64}}, reward_workers: 2}}
-schedule: {{steps: 20, groups_per_step: 4, group_size: 8}}
+schedule: {{steps: 1000, groups_per_step: 4, group_size: 8}}
 optimizer: {{lr: 1.0e-6}}
 backend: {{use: {backend}, micro_batch_tokens: 16384}}
 check_weight_update_equal: true
@@ -158,13 +159,21 @@ def run(folder: Path, backend: str) -> None:
     (folder / "run.yaml").write_text(RUN_FILE.format(folder=folder, backend=backend))
     command = [sys.executable, "-m", "miles_core.cli", "train", str(folder / "run.yaml"), "--plain"]
     started = time.perf_counter()
-    try:
-        code: object = subprocess.run(command, check=False, stdout=subprocess.DEVNULL, timeout=RUN_LIMIT_S).returncode
-    except subprocess.TimeoutExpired:
-        code = f"none, stopped by {RUN_LIMIT_S} s"
-    print(f"{backend}: RL steps, exit {code} after {time.perf_counter() - started:.0f} s", flush=True)
     directory = folder / "runs" / backend
-    timings = [json.loads(line) for line in (directory / "timings.jsonl").read_text().splitlines()][1:]
+    with (folder / f"{backend}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        while process.poll() is None and time.perf_counter() < started + RUN_LIMIT_S:
+            metrics_file = directory / "metrics.jsonl"
+            if metrics_file.exists() and len(metrics_file.read_text().splitlines()) >= STEPS:
+                break  # nobody waits for the last step's checkpoint
+            time.sleep(0.2)
+        code = process.poll()
+        process.kill()
+        process.wait()
+    print(f"{backend}: exit {code} after {time.perf_counter() - started:.0f} s", flush=True)
+    if code is not None:
+        print((folder / f"{backend}.log").read_text()[-3000:], flush=True)
+    timings = [json.loads(line) for line in (directory / "timings.jsonl").read_text().splitlines()][1:STEPS]
     metrics = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()][1:]
     print(
         f"  {len(metrics) + 1} steps; those after the first: |d log-prob| mean",

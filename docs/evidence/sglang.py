@@ -1,5 +1,6 @@
-"""Real SGLang on one GPU, trained by FSDP: a dense model of the Qwen3-0.6B shape and a mixture of experts, random
-weights, synchronous and fully asynchronous, transports broadcast and cuda-ipc, the four contracts of every step.
+"""Real SGLang on one GPU, trained by FSDP and by Megatron: a dense model of the Qwen3-0.6B shape and a mixture of
+experts, random weights, synchronous and fully asynchronous, transports broadcast and cuda-ipc, the four contracts of
+every step; on a second GPU, weights broadcast to the server's ranks over NCCL.
 
 `--site FOLDER` holds SGLang's packages for this interpreter, away from Miles' own. `--small` shrinks the models to try
 the script where `--python` and `--module` start SGLang on a CPU.
@@ -8,7 +9,10 @@ the script where `--python` and `--module` start SGLang on a CPU.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import signal
+import statistics
 import subprocess
 import sys
 import time
@@ -22,7 +26,10 @@ ENV = {
     "STUB_FILE": "/tmp/stubs.txt",
     "HF_HUB_OFFLINE": "1",
 }
-SERVER_ARGS: dict[str, Any] = {"attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none"}
+SERVER_ARGS: dict[str, Any] = {
+    "attention_backend": "triton", "sampling_backend": "pytorch", "grammar_backend": "none",
+    "cuda_graph_backend_prefill": "disabled", "cuda_graph_max_bs_decode": 64,
+}  # fmt: skip
 
 
 def make_model(folder: Path, *, moe: bool, small: bool) -> Path:
@@ -71,7 +78,7 @@ def run_file(args: argparse.Namespace, folder: Path, name: str, **sections: Any)
         "data": {"train": str(folder / "train.jsonl")},
         "rewards": [f"{folder / 'reward.py'}:score"],
         "rollout": {"sampling": {"max_tokens": args.tokens}, "reward_workers": 2},
-        "schedule": {"steps": args.steps, "groups_per_step": 8, "group_size": 8},
+        "schedule": {"steps": 1000, "groups_per_step": 8, "group_size": 8},
         "optimizer": {"lr": 1e-6},
         "backend": {"use": "fsdp", "micro_batch_tokens": 8192},
         "checkpoint": {"every_steps": 1000, "export_hf": False},
@@ -87,23 +94,40 @@ def run_file(args: argparse.Namespace, folder: Path, name: str, **sections: Any)
     return path
 
 
-def train(folder: Path, path: Path, deadline: float) -> None:
+def stopped_after(path: Path, metrics: Path, steps: int, deadline: float) -> tuple[str, str]:
+    """Run until so many steps are written, then stop at once: nobody waits for the last step's checkpoint."""
+    log = path.with_suffix(".log")
+    with log.open("w") as output:
+        command = [sys.executable, "-m", "miles_core.cli", "train", str(path), "--plain"]
+        process = subprocess.Popen(command, stdout=output, stderr=output)
+        while process.poll() is None and time.monotonic() < deadline:
+            if metrics.exists() and len(metrics.read_text().splitlines()) >= steps:
+                break
+            time.sleep(0.2)
+        found = f"exit {process.poll()}" if process.poll() is not None else f"stopped after {steps} steps"
+        if time.monotonic() >= deadline:
+            found = "out of time"
+        for how in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+            if process.poll() is None:
+                process.send_signal(how)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(timeout=1 if how is signal.SIGINT else 20)
+        time.sleep(3)  # the guard ends the server of a killed run
+    return found, log.read_text()
+
+
+def train(folder: Path, path: Path, steps: int, deadline: float) -> None:
     """Run it and print what the contracts found; a run that fails is said so, and the next one goes on."""
     left = deadline - time.monotonic()
-    if left < 60:
+    if left < 45:
         print(f"{path.stem}: not run, {left:.0f} s left", flush=True)
         return
     began = time.monotonic()
-    done = subprocess.run(
-        ["timeout", "-s", "INT", str(int(left)), sys.executable, "-m", "miles_core.cli", "train", str(path), "--plain"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
     directory = folder / "runs" / path.stem
-    print(f"=== {path.stem}: exit {done.returncode} after {time.monotonic() - began:.0f} s", flush=True)
-    if done.returncode != 0:
-        print(done.stdout[-1500:], done.stderr[-2500:], flush=True)
+    done, said = stopped_after(path, directory / "metrics.jsonl", steps, time.monotonic() + left)
+    print(f"=== {path.stem}: {done} after {time.monotonic() - began:.0f} s", flush=True)
+    if not done.startswith("stopped after"):
+        print(said[-3500:], flush=True)
         log = directory / "logs" / "engine-0.log"
         print(log.read_text()[-1500:] if log.exists() else "no engine log", flush=True)
     metrics, timings = (
@@ -111,19 +135,49 @@ def train(folder: Path, path: Path, deadline: float) -> None:
         for file in (directory / "metrics.jsonl", directory / "timings.jsonl")
     )
     keys = [key for key in (metrics[-1] if metrics else {}) if key.startswith("contract/")]
-    for line in metrics:
+    for line in metrics[:: max(1, len(metrics) // 4)]:
         figures = "  ".join(
             f"{key.removeprefix('contract/')} {line[key]:.3g}" for key in keys if line.get(key) is not None
         )
         print(f"step {line['step']}  reward {line.get('rollout/reward_mean', float('nan')):.3f}  {figures}", flush=True)
-    if timings:
-        print("timings of the last steps:", json.dumps(timings[-2:]), flush=True)
+    later = timings[1:]
+    wanted = ("time/", "throughput/", "sync/", "async/")
+    names = sorted({key for step in later for key in step if key.startswith(wanted)})
+    medians = {key: statistics.median(step[key] for step in later if key in step) for key in names}
+    print(f"{len(timings)} steps, medians:", {k: float(f"{v:.4g}") for k, v in medians.items()}, flush=True)
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()] if metrics else []
     print("broken contracts:", sum(event["event"] == "contract_broken" for event in events), flush=True)
 
 
+OVERLAP: dict[str, Any] = {
+    "corrections": ["tis"],
+    "placement": {"mode": "separate"},
+    "schedule": {"mode": "fully-async", "max_weight_staleness": 4},
+}
+MEGATRON: dict[str, Any] = {"backend": {"use": "megatron"}}
+REPLAY: dict[str, Any] = {"rollout": {"routes": "replay", "sampling": {"max_tokens": 128}, "reward_workers": 2}}
+NCCL: dict[str, Any] = {"engine": {"update": "distributed", "backend": "nccl"}}
+RUNS: dict[str, list[tuple[str, dict[str, Any]]]] = {
+    "dense": [
+        ("async-broadcast", {"transport": "broadcast", **OVERLAP}),
+        ("megatron-sync-ipc", {"transport": "cuda-ipc", **MEGATRON}),
+        ("megatron-async-broadcast", {"transport": "broadcast", **MEGATRON, **OVERLAP}),
+        ("sync-ipc", {"transport": "cuda-ipc"}),
+    ],
+    "moe": [
+        ("sync-ipc-replay", {"transport": "cuda-ipc", **REPLAY}),
+        ("megatron-sync-ipc-replay", {"transport": "cuda-ipc", **MEGATRON, **REPLAY}),
+        ("async-broadcast-replay", {"transport": "broadcast", **REPLAY, **OVERLAP}),
+        ("megatron-async-broadcast-replay", {"transport": "broadcast", **MEGATRON, **REPLAY, **OVERLAP}),
+    ],
+    "nccl": [("sync-ipc", {"transport": "cuda-ipc", **NCCL})],
+}
+"""Of each lane, in the order in which they run while time lasts."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("lane", choices=sorted(RUNS))
     parser.add_argument("--folder", type=Path, default=Path("/tmp/miles-sglang"))
     parser.add_argument("--site", default="")
     parser.add_argument("--python", default=sys.executable)
@@ -133,29 +187,20 @@ def main() -> None:
     parser.add_argument("--memory-fraction", type=float, default=0.25)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--moe-steps", type=int, default=20)
-    parser.add_argument("--tokens", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--small", action="store_true")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
-    folder: Path = args.folder
+    folder: Path = args.folder / args.lane
     folder.mkdir(parents=True)
     (folder / "reward.py").write_text(REWARD)
     rows = [{"prompt": f"write about subject {number}"} for number in range(64)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    dense = str(make_model(folder / "dense", moe=False, small=args.small))
-    ipc = "cuda-ipc" if args.device == "cuda" else "broadcast"
-    train(folder, run_file(args, folder, "dense-sync-ipc", model=dense, transport=ipc), deadline)
-    overlap = {"mode": "fully-async", "max_weight_staleness": 4}
-    apart: dict[str, Any] = {"corrections": ["tis"], "placement": {"mode": "separate"}, "schedule": overlap}
-    train(
-        folder, run_file(args, folder, "dense-async-broadcast", model=dense, transport="broadcast", **apart), deadline
-    )
-    moe = str(make_model(folder / "moe", moe=True, small=args.small))
-    routes = {"routes": "replay"}
-    common = {"model": moe, "transport": "broadcast", "schedule": {"steps": args.moe_steps}}
-    train(folder, run_file(args, folder, "moe-sync-replay", rollout=routes, **common), deadline)
+    model = str(make_model(folder / "model", moe=args.lane == "moe", small=args.small))
+    for name, sections in RUNS[args.lane]:
+        told = {**sections, "transport": sections["transport"] if args.device == "cuda" else "broadcast"}
+        train(folder, run_file(args, folder, f"{args.lane}-{name}", model=model, **told), args.steps, deadline)
 
 
 if __name__ == "__main__":
