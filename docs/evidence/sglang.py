@@ -107,11 +107,11 @@ def stopped_after(path: Path, metrics: Path, steps: int, deadline: float) -> tup
         found = f"exit {process.poll()}" if process.poll() is not None else f"stopped after {steps} steps"
         if time.monotonic() >= deadline:
             found = "out of time"
-        for how in (signal.SIGINT, signal.SIGINT, signal.SIGKILL):
+        for how, limit in ((signal.SIGINT, 1), (signal.SIGINT, 10), (signal.SIGKILL, 20)):
             if process.poll() is None:
                 process.send_signal(how)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(timeout=1 if how is signal.SIGINT else 20)
+                    process.wait(timeout=limit)
         time.sleep(3)  # the guard ends the server of a killed run
     return found, log.read_text()
 
