@@ -1,6 +1,6 @@
 """What each remedy does to the mismatch of small random models in bfloat16.
 
-    python benchmarks/mismatch.py [--steps 40] [--seeds 3] [--out TABLE.md]
+    python benchmarks/mismatch.py [--steps 30] [--seeds 3] [--out TABLE.md]
 
 Every row is a set of whole runs of one run-file, alike but for the remedy: engine `local` decodes token by token in
 batches of its own, backend `fsdp` scores packed rows. A run's figure is the mean over its steps (`max` the largest,
@@ -19,7 +19,6 @@ import gc
 import io
 import json
 import platform
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -164,7 +163,7 @@ def cell(values: Sequence[float], form: str) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="Also write the table here.")
     options = parser.parse_args()
@@ -189,7 +188,7 @@ def main() -> None:
     print("\n".join(["", *lines]))
     if options.out:
         machine = f"{platform.machine()} CPU, one core, torch {torch.__version__}, {time.strftime('%Y-%m-%d')}"
-        head = f"{options.seeds} seeds x {options.steps} steps; {machine}. `python {' '.join(sys.argv)}`"
+        head = f"{options.seeds} seeds x {options.steps} steps; {machine}. `python benchmarks/mismatch.py`"
         options.out.write_text("\n".join(["# Mismatch, measured", "", head, "", *lines]) + "\n")
 
 
