@@ -90,6 +90,7 @@ def start_server(cpu_options: dict[str, object], tmp_path_factory: pytest.TempPa
         live = Live(f"http://127.0.0.1:{port}", ServerProcess(argv, environment(settings), log, []))
         started.append(live)
         asyncio.run(_ready(live))
+        live.process.note_files()
         return live
 
     yield start

@@ -17,6 +17,7 @@ import pytest
 from miles_core.testing.engine_oracle import make_models
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.tracking.run_dir import read_lines
+from miles_sglang.process import _left_behind
 
 pytestmark = pytest.mark.sglang
 
@@ -138,6 +139,8 @@ def test_a_run_goes_on_when_its_server_is_killed_and_its_routes_stay_exact(
         assert job.lines(), f"no step was done: {job.output()[-3000:]}"
         assert job.process.poll() is None, job.output()[-3000:]
         (server,) = job.servers()
+        shared = list(_left_behind(server.pid))
+        assert shared, "SGLang keeps nothing in shared memory any more: remove `note_files`"
         for process in [server, *server.children(recursive=True)]:
             process.send_signal(signal.SIGKILL)
         (tmp_path / "go").touch()
@@ -149,6 +152,7 @@ def test_a_run_goes_on_when_its_server_is_killed_and_its_routes_stay_exact(
     assert "the server failed and is brought back (1)" in log
     assert (job.directory / "logs" / "engine-0.log").stat().st_size
     assert still_there(str(model)) == []
+    assert [path for path in shared if path.exists()] == []
 
 
 def test_a_run_that_never_stops_sampling_over_a_server_it_is_attached_to(

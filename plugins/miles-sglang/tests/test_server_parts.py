@@ -31,7 +31,7 @@ from miles_sglang.dialect import Dialect
 from miles_sglang.engine import SglangEngine
 from miles_sglang.launch import SERVERSIDE, command, environment
 from miles_sglang.options import ServerOptions, SglangOptions
-from miles_sglang.process import ServerProcess
+from miles_sglang.process import LEFT_BEHIND, SHARED_MEMORY, ServerProcess
 from miles_sglang.settings import check_settings, fit_problems, sampling_problems
 from miles_sglang.staging import SAFETENSORS_DTYPES, WeightStore, write_file
 
@@ -142,6 +142,7 @@ class TestDialect:
 class TestStaging:
     def test_a_staged_version_is_a_folder_that_loads(self, model: Path, checkpoint: Checkpoint, tmp_path: Path) -> None:
         store = WeightStore(checkpoint, str(tmp_path), "engine 0")
+        store.open()
         tensors = [NamedTensor(name=name, tensor=t + 1) for name, t in weights_of(model).items()]
         received = store.stage(4, buckets_of(4, tensors))
         assert store.staged is not None
@@ -176,6 +177,7 @@ class TestStaging:
         self, model: Path, checkpoint: Checkpoint, tmp_path: Path, fault: str
     ) -> None:
         store = WeightStore(checkpoint, str(tmp_path), "engine 0")
+        store.open()
         buckets, named = spoil([NamedTensor(name=name, tensor=t) for name, t in weights_of(model).items()], fault)
         with pytest.raises(EngineError, match=named):
             store.stage(0, buckets)
@@ -190,6 +192,7 @@ class TestStaging:
 
         monkeypatch.setattr("miles_sglang.staging._write_all", full)
         store = WeightStore(checkpoint, str(tmp_path), "engine 0")
+        store.open()
         tensors = [NamedTensor(name=name, tensor=t) for name, t in weights_of(model).items()]
         with pytest.raises(EngineError, match=r"(?s)No space left.*MiB are free.*engine\.staging_dir"):
             store.stage(0, buckets_of(0, tensors))
@@ -200,6 +203,13 @@ CHILDREN = (
     "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(300)'])\n"
     "time.sleep(300)"
 )
+LITTERING = (
+    "import mmap, os, subprocess, sys, tempfile\n"
+    "kept = tempfile.NamedTemporaryFile(delete=False)\n"
+    "file = open(sys.argv[1], 'wb+'); file.truncate(9)\n"
+    "mapped = mmap.mmap(file.fileno(), 9)\n" + CHILDREN
+)
+"""A group that leaves a file in the temporary folder and one in shared memory, as SGLang does."""
 
 
 def _group(leader: int) -> list[int]:
@@ -227,11 +237,33 @@ class TestProcess:
         process.kill()
         assert _eventually(lambda: _group(process.pid) == [])
 
+    def test_a_killed_group_leaves_no_file(self, tmp_path: Path) -> None:
+        shared = SHARED_MEMORY / f"{LEFT_BEHIND[0]}{tmp_path.name}-{os.getpid()}.shm"
+        argv = [sys.executable, "-c", LITTERING, str(shared)]
+        env = environment(ServerOptions(), {**os.environ, "TMPDIR": "/nonexistent"})
+        process = ServerProcess(argv, env, tmp_path / "log", [])
+        temporary = process._temporary
+        assert _eventually(lambda: len(_group(process.pid)) == 2)
+        assert shared.exists()
+        assert len(list(temporary.iterdir())) == 1
+        process.note_files()
+        os.killpg(process.pid, signal.SIGKILL)  # not by us: nothing can be asked any more
+        process.kill()
+        assert not shared.exists()
+        assert not temporary.exists()
+
     @pytest.mark.parametrize("attached", [False, True])
-    def test_a_vanished_owner_leaves_no_process_and_no_staged_weights(self, tmp_path: Path, attached: bool) -> None:
-        scratch = tmp_path / "scratch"
+    def test_a_vanished_owner_leaves_no_process_no_staged_weights_and_no_file(
+        self, tmp_path: Path, attached: bool
+    ) -> None:
+        scratch, shared = tmp_path / "scratch", SHARED_MEMORY / f"{LEFT_BEHIND[0]}{tmp_path.name}-{os.getpid()}.shm"
         scratch.mkdir()
-        start = f"ServerProcess([sys.executable, '-c', {CHILDREN!r}], dict(os.environ), None, folders).pid"
+        argv = f"[sys.executable, '-c', {LITTERING!r}, {str(shared)!r}]"
+        start = (
+            f"kept = ServerProcess({argv}, {{'TMPDIR': folders[0]}}, None, folders)\n"
+            "while not (maps := Path(f'/proc/{kept.pid}/maps').read_text()).count('sglang_loads'): time.sleep(0.05)\n"
+            "kept.note_files(); print(kept.pid, flush=True)\n"
+        )
         owner = subprocess.Popen(
             [
                 sys.executable,
@@ -239,8 +271,8 @@ class TestProcess:
                 "import os, sys, time; from pathlib import Path\n"
                 "from miles_sglang.process import Guard, ServerProcess\n"
                 f"folders = [Path({str(scratch)!r})]\n"
-                f"kept = {'Guard(None, folders), 0' if attached else start}\n"
-                f"print({0 if attached else 'kept'}, flush=True); time.sleep(300)",
+                f"{'kept = Guard(None, folders); print(0, flush=True)' if attached else start}\n"
+                "time.sleep(300)",
             ],
             stdout=subprocess.PIPE,
             text=True,
@@ -249,11 +281,12 @@ class TestProcess:
         leader = int(owner.stdout.readline())
         assert attached or _eventually(lambda: len(_group(leader)) == 2)
         assert scratch.exists()
+        assert attached or shared.exists()
         owner.send_signal(signal.SIGKILL)
         owner.wait()
         owner.stdout.close()
         assert attached or _eventually(lambda: _group(leader) == [])
-        assert _eventually(lambda: not scratch.exists())
+        assert _eventually(lambda: not scratch.exists() and not shared.exists())
 
 
 class TestStart:

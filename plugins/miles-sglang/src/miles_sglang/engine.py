@@ -114,6 +114,7 @@ class SglangEngine:
         if self._life is not Life.CREATED:
             raise self._error("the engine was started twice", expected="created", found=self._life)
         try:
+            self._store.open()  # the server's guard, which starts next, removes it should this process vanish
             await self._server.start()
         except BaseException:
             await self.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -79,8 +80,12 @@ def command(
 
 
 def environment(options: ServerOptions, inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The server's variables: those of this process, without its Python's, and the options' own."""
-    kept = {name: value for name, value in inherited.items() if not name.startswith(("PYTHON", "VIRTUAL_ENV"))}
+    """The server's variables: those of this process, without its Python's and its temporary folder, and the options'
+    own."""
+    ours = ("PYTHON", "VIRTUAL_ENV", "TMPDIR")
+    kept = {name: value for name, value in inherited.items() if not name.startswith(ours)}
+    # By default in the temporary folder, which ends with the server; what was compiled is for the next one too.
+    kept.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(tempfile.gettempdir(), f"torchinductor_{os.getuid()}")))
     kept["PYTHONPATH"] = os.pathsep.join([str(SERVERSIDE), *options.python_path])
     kept["PYTHONUNBUFFERED"] = "1"
     # The few spare tokens are beyond what the checkpoint says; no row ever uses them.

@@ -3,6 +3,9 @@
 The server leads a process group. A guard, a few megabytes of another process, holds the reading end of a pipe to this
 one; when this process ends, however it ends, the guard kills the group and removes the staging folder. Beside an
 attached server there is no group, and the guard removes the folder alone.
+
+SGLang ends by killing itself, and so leaves what it made outside of its processes: sockets and locks in the temporary
+folder, which is therefore a private one, and files in shared memory, whose names are found among its mappings.
 """
 
 from __future__ import annotations
@@ -10,29 +13,38 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 TERMINATE_S = 10.0
 """Between asking a group to end and killing it."""
 LOG_TAIL_BYTES = 3000
 
+SHARED_MEMORY = Path("/dev/shm")
+LEFT_BEHIND = ("sglang_loads_", "sem.mp-")
+"""Names of what a killed server leaves in shared memory: its ledger of loads, and the semaphores of its children."""
+
 _GUARD = """
 import os, shutil, signal, sys
-sys.stdin.read()
+files = sys.stdin.read().splitlines()
 for group in filter(None, sys.argv[1:2]):
     try: os.killpg(int(group), signal.SIGKILL)
     except OSError: pass
 for folder in sys.argv[2:]: shutil.rmtree(folder, ignore_errors=True)
+for file in files:
+    try: os.unlink(file)
+    except OSError: pass
 """
 
 
 class Guard:
-    """Waits for this process to vanish, then ends a group and removes folders.
+    """Waits for this process to vanish, then ends a group and removes folders and files.
 
     Args:
         group: Leader of the process group; None where there is none.
@@ -48,6 +60,13 @@ class Guard:
             start_new_session=True,
         )
 
+    def watch(self, files: Iterable[Path]) -> None:
+        """Remove these too."""
+        if self._process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
+                self._process.stdin.write("".join(f"{file}\n" for file in files).encode())
+                self._process.stdin.flush()
+
     def dismiss(self) -> None:
         """Nothing is left to guard. Idempotent."""
         if self._process.poll() is None:
@@ -62,19 +81,31 @@ class ServerProcess:
 
     Args:
         argv: Command line.
-        env: The whole environment.
+        env: The whole environment; without TMPDIR, a private folder is made that ends with the group.
         log: File that takes stdout and stderr, appended to; None discards them.
         scratch: Folders the guard removes should this process vanish.
     """
 
     def __init__(self, argv: Sequence[str], env: dict[str, str], log: Path | None, scratch: Sequence[Path]) -> None:
         self.log = log
-        with contextlib.ExitStack() as stack:
-            sink = stack.enter_context(log.open("ab")) if log is not None else subprocess.DEVNULL
-            self._process = subprocess.Popen(
-                argv, env=env, stdin=subprocess.DEVNULL, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True
-            )
-        self._guard = Guard(self._process.pid, scratch)
+        self._files: set[Path] = set()
+        self._temporary = Path(tempfile.mkdtemp(prefix="sglang-"))
+        env = {"TMPDIR": str(self._temporary), **env}
+        try:
+            with contextlib.ExitStack() as stack:
+                sink = stack.enter_context(log.open("ab")) if log is not None else subprocess.DEVNULL
+                self._process = subprocess.Popen(
+                    argv,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=sink,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                )
+        except BaseException:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            raise
+        self._guard = Guard(self._process.pid, [*scratch, self._temporary])
 
     @property
     def pid(self) -> int:
@@ -91,8 +122,15 @@ class ServerProcess:
             await asyncio.sleep(0.2)
         return code
 
+    def note_files(self) -> None:
+        """Remember what the group has made in shared memory, to remove it when it has ended."""
+        found = set(_left_behind(self._process.pid)) - self._files
+        self._files |= found
+        self._guard.watch(found)
+
     async def stop(self) -> None:
         """End the group: first by asking, then by force. Returns when none of it is left. Idempotent."""
+        self.note_files()  # of one that never became ready
         self._signal(signal.SIGTERM)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TERMINATE_S):
@@ -101,10 +139,13 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """End the group by force, and the guard."""
+        """End the group by force, and the guard, and remove what the group leaves. Idempotent."""
         self._signal(signal.SIGKILL)
         self._process.wait()
         self._guard.dismiss()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        shutil.rmtree(self._temporary, ignore_errors=True)
 
     def tail(self) -> str:
         """The last lines of the log."""
@@ -118,6 +159,20 @@ class ServerProcess:
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
+
+
+def _left_behind(group: int) -> Iterator[Path]:
+    """Files in shared memory that processes of the group have mapped and nobody would remove."""
+    for process in Path("/proc").iterdir():
+        try:
+            if not process.name.isdigit() or os.getpgid(int(process.name)) != group:
+                continue
+            mapped = {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+        except OSError:  # it has just ended
+            continue
+        for path in map(Path, mapped):
+            if path.parent == SHARED_MEMORY and path.name.startswith(LEFT_BEHIND):
+                yield path
 
 
 def free_port() -> int:

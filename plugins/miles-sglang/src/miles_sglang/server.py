@@ -280,6 +280,7 @@ class Server:
                 info = await self.client.get("/model_info", timeout_s=5)
                 if isinstance(info, dict) and info.get("served_model_name", name) == name:
                     await self.client.get("/health", timeout_s=30)
+                    await asyncio.to_thread(process.note_files)
                     return
             except EngineError:
                 pass  # not yet; the process or the deadline ends this

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
@@ -35,7 +36,7 @@ SAFETENSORS_DTYPES = {
 
 
 class WeightStore:
-    """Owns a private folder of versions.
+    """Owns a private folder of versions, from `open` to `close`.
 
     Args:
         parent: Where to make it; None takes shared memory, else the temporary folder.
@@ -44,19 +45,27 @@ class WeightStore:
     def __init__(self, checkpoint: Checkpoint, parent: str | None, where: str) -> None:
         self._checkpoint = checkpoint
         self._where = where
-        default = SHARED_MEMORY if SHARED_MEMORY.is_dir() else None
+        default = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+        self.root = Path(parent or default) / f"miles-sglang-{secrets.token_hex(6)}"
+        self.served: Path | None = None
+        """Folder of the version that is served; None while that is the checkpoint."""
+        self.staged: tuple[int, Path] | None = None
+
+    def open(self) -> None:
+        """Make the folder.
+
+        Raises:
+            EngineError: it cannot be made.
+        """
         try:
-            self.root = Path(tempfile.mkdtemp(prefix="miles-sglang-", dir=parent or default))
+            self.root.mkdir(mode=0o700)
         except OSError as error:
             raise EngineError(
                 "no folder for staged weights can be made",
                 found=str(error),
-                where=where,
+                where=self._where,
                 do="set engine.staging_dir to a folder that is there and that Miles may write to",
             ) from error
-        self.served: Path | None = None
-        """Folder of the version that is served; None while that is the checkpoint."""
-        self.staged: tuple[int, Path] | None = None
 
     def stage(self, version: int, buckets: Iterable[WeightBucket]) -> WeightManifest:
         """Write all buckets of a version beside the served one. Blocking.
