@@ -113,7 +113,7 @@ async def _ready(live: Live) -> None:
             while True:
                 assert live.process.exit_code is None, live.process.tail()
                 try:
-                    await client.get("/ready", timeout_s=5)
+                    await client.get("/health", timeout_s=30)
                 except Exception:  # noqa: BLE001 -- a poll: whatever it is, it is asked again until the deadline
                     await asyncio.sleep(0.3)
                 else:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import subprocess
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -21,7 +21,7 @@ from miles_core.restarts import RestartBudget
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import SamplingParams
 from miles_sglang.attempt import BARREN
-from miles_sglang.claim import RELEASED
+from miles_sglang.claim import RELEASED, here
 from miles_sglang.engine import SglangEngine
 from miles_sglang.launch import LOADER
 from miles_sglang.options import SglangOptions
@@ -30,8 +30,11 @@ LENGTH = {"type": "length", "length": 4}
 DEADLINE_S = 60
 
 
+RECORDED = json.loads((Path(__file__).parent / "recorded" / "controls.json").read_text())
+
+
 class Peer:
-    """A server that answers as SGLang does where a test does not say otherwise."""
+    """A server that answers as SGLang did where a test does not say otherwise."""
 
     def __init__(self) -> None:
         self.info: Any = {
@@ -39,12 +42,14 @@ class Peer:
             "custom_weight_loader": [LOADER],
         }  # fmt: skip
         self.version = "default"
-        self.model: dict[str, Any] = {"model_path": "/elsewhere"}
+        self.model: dict[str, Any] = {"model_path": "/elsewhere", "architectures": None}
         self.events: list[Any] | None = None
         """Of every request; None answers four tokens under the version served."""
         self.cuts = 0
         """Streams that break after their events, before others are whole."""
         self.asked: list[str] = []
+        self.sessions: dict[str, float] = {}
+        """Open ones, and when they end by themselves."""
         self.silent: set[str] = set()
         """Paths that are never answered."""
         self.url = ""
@@ -58,10 +63,27 @@ class Peer:
             return await self._generate(request)
         if path == "/server_info":
             return web.json_response(self.info)
+        if path in ("/open_session", "/close_session"):
+            return self._session(path, await request.json())
         if request.method == "POST":
             body = await request.json()
             self.version = body.get("weight_version", body.get("new_version", self.version))
-        return web.json_response({"success": True, "weight_version": self.version, **self.model})
+        recorded = RECORDED["answers"].get(f"{request.method} {path}")
+        if not isinstance(recorded, dict):
+            return web.Response(text=recorded)
+        return web.json_response({**recorded, "weight_version": self.version, **self.model})
+
+    def _session(self, path: str, body: Any) -> web.Response:
+        now, name = time.monotonic(), body["session_id"]
+        self.sessions = {each: end for each, end in self.sessions.items() if end > now}
+        if path == "/close_session":
+            self.sessions.pop(name, None)
+            return web.Response()
+        if name in self.sessions:
+            refusal = RECORDED["refusals"][f"POST {path}"]
+            return web.json_response(refusal["answer"], status=refusal["status"])
+        self.sessions[name] = now + body["timeout"]
+        return web.json_response(name)
 
     async def _generate(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
@@ -138,7 +160,7 @@ async def test_a_server_without_the_loader_is_not_asked_to_use_it(peer: Peer, mo
 async def test_a_server_is_one_engines_until_it_leaves(peer: Peer, model: Path, tmp_path: Path) -> None:
     async with attached(peer, model, tmp_path) as first:
         before = list(peer.asked)
-        with pytest.raises(EngineError, match=r"another engine of Miles uses this server(?s:.*)update_weight_version"):
+        with pytest.raises(EngineError, match=r"another engine of Miles uses this server"):
             await make(peer, model, tmp_path).start()
         assert not set(peer.asked[len(before) :]) - {"/server_info", "/model_info"}, (
             "the refused one touched the server"
@@ -149,18 +171,48 @@ async def test_a_server_is_one_engines_until_it_leaves(peer: Peer, model: Path, 
         assert await second.version() == -1
 
 
-async def test_a_claim_of_an_engine_that_has_ended_is_void(peer: Peer, model: Path, tmp_path: Path) -> None:
+async def test_a_claim_of_this_host_is_void_when_its_process_has_ended(peer: Peer, model: Path, tmp_path: Path) -> None:
     with subprocess.Popen(["sleep", "60"]) as process:  # noqa: ASYNC220 -- nothing waits for it
         began = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[19]
-        peer.version = f"miles/{socket.gethostname()}/{process.pid}/{began}/ab/7"
+        peer.version = f"miles/{here()}/{process.pid}/{began}/ab/7"
         with pytest.raises(EngineError, match=f"process {process.pid} .*version 7"):
             await make(peer, model, tmp_path).start()
+        assert peer.sessions == {}
         process.kill()
     async with attached(peer, model, tmp_path):
         pass
-    peer.version = "miles/another.host/1/2/ab/7"
-    with pytest.raises(EngineError, match=r"on another\.host"):
-        await make(peer, model, tmp_path).start()
+
+
+async def test_what_a_dead_run_of_another_host_left_is_void_when_its_lease_has_ended(
+    peer: Peer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles_sglang.claim.AGAIN_S", 0.01)
+    peer.version = "miles/another.host+0/1/2/ab/7"
+    peer.sessions["miles-lease-1"] = time.monotonic() + 0.3
+    async with attached(peer, model, tmp_path) as engine:
+        assert "miles-lease-0" in peer.sessions
+        assert [chunk.token_ids for chunk in await sample(engine)] == [(5, 6, 7, 8), ()]
+    assert not peer.sessions.keys() & {"miles-lease-0", "miles-lease-1"}
+
+
+async def test_an_engine_whose_server_was_taken_is_lost_and_touches_it_no_more(
+    peer: Peer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles_sglang.claim.RENEW_S", 0.01)
+    monkeypatch.setattr("miles_sglang.claim.AGAIN_S", 0.01)
+    async with attached(peer, model, tmp_path) as engine:
+        peer.version, peer.sessions = "miles/another.host+0/1/2/ab/3", {"miles-lease-0": time.monotonic() + 60}
+        while engine._server.failure is None:  # noqa: ASYNC110 -- looks from outside
+            await asyncio.sleep(0.01)
+        loads = peer.asked.count("/update_weights_from_disk")
+        with pytest.raises(EngineLost, match=r"has taken this server(?s:.*)another\.host, its version 3"):
+            await sample(engine)
+        with pytest.raises(EngineLost):
+            await engine.version()
+        with pytest.raises(EngineError):
+            await engine._swap(tmp_path, 0)
+        assert peer.asked.count("/update_weights_from_disk") == loads
+    assert peer.version.startswith("miles/another.host"), "it gave away what is not its own"
 
 
 @pytest.mark.parametrize("version", ["41", "default", "miles/host/1/2/ab/-1"])

@@ -9,6 +9,7 @@ import asyncio
 import importlib.util
 import json
 import os
+import re
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,19 +19,23 @@ from typing import Any, cast
 import pytest
 from aiohttp import web
 
+import miles_sglang
 from miles_core.errors import EngineError
 from miles_core.kinds.engine import EngineContext
-from miles_core.testing.engine_oracle import CONTEXT, make_models
+from miles_core.testing.engine_oracle import CONTEXT, Feed, make_models, publish
+from miles_core.testing.teacher import row
 from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import FinishReason
 from miles_sglang.attempt import Attempt
 from miles_sglang.checkpoint import Checkpoint, read_checkpoint
-from miles_sglang.client import Client
+from miles_sglang.client import Client, _message
 from miles_sglang.dialect import Dialect
 from miles_sglang.engine import SglangEngine
-from miles_sglang.options import SglangOptions
+from miles_sglang.lease import TURNS
+from miles_sglang.options import SglangOptions, TeacherOptions
 from miles_sglang.server import Server
 from miles_sglang.settings import fit_problems, sampling_problems
+from miles_sglang.teacher import SglangTeacher
 
 
 def _exchanges() -> Any:
@@ -51,7 +56,19 @@ SETTINGS = (
     "speculative_algorithm", "quantization", "preferred_sampling_params", "disaggregation_mode",
 )  # fmt: skip
 """Of GET /server_info, what the plugin reads."""
+MODEL = ("model_path", "served_model_name", "architectures", "weight_version")
+"""Of GET /model_info."""
+REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("/open_session", {"session_id": TURNS[0], "capacity_of_str_len": 0, "timeout": 1.0}),
+    ("/end_weight_update", {}),
+    ("/update_weights_from_tensor", {"serialized_named_tensors": []}),
+    ("/update_weights_from_disk", {"model_path": "/nowhere/at/all"}),
+    ("/load_lora_adapter", {"lora_name": "a", "lora_path": "/nowhere/at/all"}),
+    ("/unload_lora_adapter", {"lora_name": "a"}),
+)
+"""What the server refuses an engine that is attached; it is not started for adapters."""
 ANSWERED = [name for name in ex.CASES if name != "refused"]
+SOURCE = Path(miles_sglang.__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -185,6 +202,78 @@ def test_the_live_server_answers_as_recorded(seeded: Any, tmp_path_factory: pyte
             _same(found["answer"], kept["answer"])
     assert live["refused"]["answer"] == ex.load("refused")["answer"]
     assert live["server_info"]["answer"] == ex.load("server_info")["answer"]
+
+
+# --- all other endpoints ----------------------------------------------------------------------------------------------
+
+
+def test_every_endpoint_in_use_is_recorded() -> None:
+    used = {path for file in SOURCE.glob("*.py") for path in re.findall(r'"(/[a-z]+(?:_[a-z]+)*)"', file.read_text())}
+    kept = ex.load("controls")
+    recorded = {key.split()[1] for part in ("answers", "refusals") for key in kept[part]}
+    assert used - {"/proc"} == recorded
+
+
+def test_refusals_are_told_in_the_servers_words() -> None:
+    for key, refusal in ex.load("controls")["refusals"].items():
+        assert refusal["status"] == 400
+        told = _message(json.dumps(refusal["answer"]))
+        assert not told.startswith("{"), key
+        assert "still open" in told or key != "POST /open_session", "the lease goes by these words"
+
+
+@pytest.mark.sglang
+def test_the_live_server_answers_an_engine_as_recorded(
+    seeded: Any, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine does all it can do; what it was answered first at each endpoint has the form that is kept."""
+    models = make_models(tmp_path_factory.getbasetemp())
+    found: dict[str, Any] = {"sglang": "", "answers": {}, "refusals": {}}
+    ask, refused = Client._ask, Client._refused
+
+    async def record(self: Client, method: str, path: str, *args: Any) -> Any:
+        answer = await ask(self, method, path, *args)
+        found["sglang"] = answer["version"] if path == "/server_info" else found["sglang"]
+        read = {"/server_info": SETTINGS, "/model_info": MODEL}.get(path)
+        found["answers"].setdefault(
+            f"{method} {path}", {name: answer.get(name) for name in read} if read is not None else answer
+        )
+        return answer
+
+    def record_refusal(self: Client, method: str, path: str, status: int, text: str) -> EngineError:
+        found["refusals"].setdefault(f"{method} {path}", {"status": status, "answer": json.loads(text)})
+        return refused(self, method, path, status, text)
+
+    async def use_all() -> None:
+        context = EngineContext(model_path=str(models.served), context_length=None, device="cpu", seed=0)
+        for update in ("tensor", "distributed", "disk"):
+            options = SglangOptions(urls=(seeded.url,), dtype="float32", deterministic=True, update=update)
+            engine, feed = SglangEngine(options, context), Feed()
+            await engine.start()
+            await engine.open_receiver(lambda feed=feed: feed)  # type: ignore[misc]
+            await publish(engine, feed, models.served, 0)
+            assert await engine._server.alive()
+            client = engine._server.client
+            for path, body in REFUSED:
+                with pytest.raises(EngineError):
+                    await client.post(path, body)
+            await engine.close()
+        teacher = SglangTeacher(TeacherOptions(model=str(models.served), url=seeded.url, dtype="float32"))
+        await teacher.score(row((1, 20, 33, 47)))
+        await teacher.close()
+
+    monkeypatch.setattr(Client, "_ask", record)
+    monkeypatch.setattr(Client, "_refused", record_refusal)
+    asyncio.run(asyncio.wait_for(use_all(), 240))
+    plain = json.loads(re.sub(r'"/[^"]*/[^"]*"', '"/folder"', json.dumps(found)))
+    if os.environ.get("MILES_RECORD"):
+        ex.save("controls", plain)
+    kept = ex.load("controls")
+    for part in ("answers", "refusals"):
+        assert plain[part].keys() == kept[part].keys()
+        for key, answer in plain[part].items():
+            assert ex.shape(answer) == ex.shape(kept[part][key]), key
+    assert plain["sglang"] == kept["sglang"], "recorded from another release: MILES_RECORD=1 records anew"
 
 
 def _same(found: dict[str, Any], kept: dict[str, Any]) -> None:

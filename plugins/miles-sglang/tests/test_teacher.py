@@ -68,7 +68,7 @@ class TestAttached(TeacherConformance):
 
 
 @pytest.mark.sglang
-async def test_scores_are_those_of_a_full_forward_and_of_one_model_throughout(serving: str, models: Models) -> None:
+async def test_scores_are_those_of_a_full_forward_and_of_this_model_alone(serving: str, models: Models) -> None:
     longest = tuple(int(i) for i in np.random.default_rng(0).integers(3, 90, size=CONTEXT))
     async with asyncio.timeout(120), closing(TeacherOptions(model=str(models.served), url=serving, **FLOAT)) as teacher:
         for ids in (IDS, longest):
@@ -79,6 +79,9 @@ async def test_scores_are_those_of_a_full_forward_and_of_one_model_throughout(se
         body = {"model_path": str(models.published), "weight_version": "4", "flush_cache": True}
         await teacher._server.client.post("/update_weights_from_disk", body)
         with pytest.raises(EngineError, match=r"(?s)weights changed.*version released throughout.*4"):
+            await teacher.score(row(IDS))
+    async with asyncio.timeout(120), closing(TeacherOptions(model=str(models.served), url=serving, **FLOAT)) as teacher:
+        with pytest.raises(EngineError, match=r"serves other weights than it should(?s:.*)embed_tokens"):
             await teacher.score(row(IDS))
 
 

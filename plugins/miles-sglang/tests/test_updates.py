@@ -30,6 +30,7 @@ from miles_core.weights.digests import digest_tensor
 from miles_sglang.client import Client
 from miles_sglang.engine import SglangEngine
 from miles_sglang.options import SglangOptions
+from miles_sglang.updates import DiskUpdate
 
 pytestmark = pytest.mark.sglang
 DEADLINE_S = 240
@@ -146,6 +147,38 @@ def test_a_prefix_of_old_weights_would_have_changed_log_probs(seeded: Any, model
             await client.close()
         assert fresh < 1e-5
         assert stale > 1e-3, "a stale prefix changes nothing: this test shows nothing"
+
+    run(test())
+
+
+def test_a_server_that_sees_other_weights_at_the_checkpoints_path_is_refused(
+    seeded: Any, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another host may: the same names and shapes, other values."""
+
+    class Elsewhere(DiskUpdate):
+        async def push(self, client: Client, dialect: Any, folder: Path, name: str, *, flush: bool) -> None:
+            await super().push(client, dialect, models.published, name, flush=flush)
+
+    async def test() -> None:
+        monkeypatch.setattr("miles_sglang.engine.DiskUpdate", Elsewhere)
+        with pytest.raises(EngineError, match=r"serves other weights than it should(?s:.*)embed_tokens"):
+            async with attached(seeded, models):
+                pass
+
+    run(test())
+
+
+def test_a_load_that_a_killed_run_left_half_way_is_ended(seeded: Any, models: Models) -> None:
+    async def test() -> None:
+        client = Client(seeded.url, "test")
+        await client.post("/begin_weight_update", {})
+        await client.post("/pause_generation", {"mode": "retract"})
+        async with attached(seeded, models, update="tensor") as (engine, feed):
+            await publish(engine, feed, models.published, 0)
+            (answer,) = await answers(engine, [ask(PROMPTS[2], max_tokens=6, temperature=0.0)])
+            assert answer.token_ids == greedy(models.published, PROMPTS[2], 6)
+        await client.close()
 
     run(test())
 

@@ -113,3 +113,11 @@ def test_a_name_without_a_tensor_is_an_answer_and_not_a_crash(worker: ModuleType
     shapes = {"model.layers.9.mlp.experts.0.gate_proj.weight": [I, H]}
     found = ask(worker, served(checkpoint()), tmp_path, op="digests", shapes=shapes, names=list(shapes))
     assert "no served tensor for 1 names, such as model.layers.9" in str(found["error"])
+
+
+def test_an_answer_that_cannot_be_written_does_not_end_the_server(
+    worker: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = {"op": "digests", "shapes": {}, "names": [], "answer": str(tmp_path / "other host" / "answer.json")}
+    worker.handle(served(checkpoint()), [(json.dumps(request), torch.zeros(1))])
+    assert "the answer cannot be written" in capsys.readouterr().err

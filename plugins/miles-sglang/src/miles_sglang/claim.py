@@ -1,38 +1,51 @@
-"""Whose a server is: an engine writes its own name into the name of every weight version it gives an attached server.
+"""Whose a server is: an engine writes its own name into the name of every weight version it gives to a server.
 
-So tokens of weights that somebody else published are told from its own, and a run that would attach to the server of
-another that lives is refused. A claim of a process that has ended is void; one of another host cannot be judged.
+So tokens of weights that somebody else published are told from its own. An attached server is driven by whoever holds
+its `lease`; what a run that has died left there, on this host or another, is void once that has ended.
 """
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import os
 import re
 import secrets
 import socket
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from miles_core.errors import EngineError
+from miles_core.errors import EngineError, EngineLost
+from miles_core.watch import waiting
 from miles_sglang.client import Client
+from miles_sglang.lease import AGAIN_S, LEASE_S, RENEW_S, Lease
 
 RELEASED = "released"
 """The version's name once its engine has left the server."""
+UNKNOWN = -2
+"""Version of weights that are there when an engine takes a server."""
 _NAME = re.compile(r"miles/(?P<host>[^/]+)/(?P<pid>\d+)/(?P<began>[^/]+)/(?P<engine>[0-9a-f]+)/(?P<version>-?\d+)")
 
 
-@dataclass(frozen=True, slots=True)
 class Claim:
-    """One engine's."""
+    """One engine's.
 
-    owner: str
-    where: str
+    Args:
+        owner: Its name, of the form that `of_this_process` gives it.
+        attached: Whether the server is one that others could attach to as well.
+    """
+
+    def __init__(self, owner: str, where: str, *, attached: bool = False) -> None:
+        self.owner, self.where = owner, where
+        self._lease = Lease() if attached else None
+        self._keeping: asyncio.Task[None] | None = None
 
     @classmethod
-    def of_this_process(cls, where: str) -> Claim:
+    def of_this_process(cls, where: str, *, attached: bool) -> Claim:
         pid = os.getpid()
-        return cls(f"miles/{socket.gethostname()}/{pid}/{_began(pid)}/{secrets.token_hex(4)}", where)
+        return cls(f"miles/{here()}/{pid}/{_began(pid)}/{secrets.token_hex(4)}", where, attached=attached)
 
     def name(self, version: int) -> str:
         """What the server calls a version of this engine."""
@@ -50,9 +63,8 @@ class Claim:
         text = str(name)
         if text == "-1":  # of a server that Miles started, before its first update
             return -1
-        owner, _, number = text.rpartition("/")
-        if owner == self.owner and int(number) <= newest:
-            return int(number)
+        if self._is_ours(text) and UNKNOWN < (number := int(text.rpartition("/")[2])) <= newest:
+            return number
         raise EngineError(
             "the server serves weights that this run did not publish",
             expected=f"a version up to {newest} of {self.owner}",
@@ -61,38 +73,104 @@ class Claim:
             do="give the server to this run alone",
         )
 
-    async def check_free(self, client: Client) -> None:
-        """Raises:
-        EngineError: the server belongs to an engine that lives, or may.
+    async def take(self, client: Client) -> None:
+        """Make an attached server this engine's; waits for the lease of a run that has died.
+
+        Raises:
+            EngineError: it belongs to another engine that lives.
         """
-        name = await served_name(client)
-        found = _NAME.fullmatch(name)
-        if found is None or name.rpartition("/")[0] == self.owner or _ended(found):
+        if self._lease is None:
             return
+        name = await served_name(client)
+        if self._is_ours(name):  # it is brought back, and was never another's
+            await self._lease.renew(client)
+            return
+        until = asyncio.get_running_loop().time() + 2 * LEASE_S
+        with waiting(self.where, on=f"the lease of {_holder(name)}"):
+            while True:
+                name = await served_name(client)
+                found = _NAME.fullmatch(name)
+                if found and found["host"] == here() and _began(int(found["pid"])) == found["began"]:
+                    break
+                if await self._lease.take(client):
+                    return await _call(client, self.name(UNKNOWN))
+                if asyncio.get_running_loop().time() > until:
+                    break
+                await asyncio.sleep(AGAIN_S)
         raise EngineError(
             "another engine of Miles uses this server",
             expected="a server for this engine alone: updates of two would mix in it",
-            found=f"process {found['pid']} on {found['host']}, its version {found['version']}",
+            found=_holder(name),
             where=self.where,
-            do=f"end that run, or name another server. If it has ended: curl {client.url}/update_weight_version "
-            f"-H 'Content-Type: application/json' -d '{{\"new_version\": \"{RELEASED}\"}}'",
+            do=f"name another server, or end that run: {LEASE_S:g} s later the server is free. A run that died while "
+            "weights were loading leaves it after its engine.start_timeout_s",
         )
+
+    @asynccontextmanager
+    async def loading(self, client: Client, at_most_s: float) -> AsyncIterator[None]:
+        """While weights enter the server.
+
+        Raises:
+            EngineLost: another engine has taken it.
+        """
+        if self._lease is None:
+            yield
+            return
+        async with self._lease.loading(client, at_most_s):
+            await self.check_held(client)
+            yield
+
+    def keep(self, client: Callable[[], Client], lost: Callable[[EngineLost], None]) -> None:
+        """Renew the lease of an attached server from now on, until `release`.
+
+        Args:
+            lost: Called when another engine has the server.
+        """
+
+        async def renew() -> None:
+            renewed = True
+            while self._lease is not None:
+                await asyncio.sleep(RENEW_S if renewed else AGAIN_S)
+                try:
+                    renewed = await self._lease.renew(client())
+                    await self.check_held(client())
+                except EngineLost as error:
+                    return lost(error)
+                except EngineError:  # a server that does not answer is the health check's business
+                    renewed = False
+
+        if self._lease is not None:
+            self._keeping = asyncio.create_task(renew(), name=f"{self.where}: lease")
 
     async def check_held(self, client: Client) -> None:
         """Raises:
-        EngineError: somebody else gave the server weights meanwhile.
+        EngineLost: another engine gave the server weights meanwhile.
         """
         name = await served_name(client)
-        if name != "-1" and name.rpartition("/")[0] != self.owner:
-            self.read(name, -1)
+        if _NAME.fullmatch(name) and not self._is_ours(name):
+            raise EngineLost(
+                "another engine has taken this server, while this one could not renew its lease",
+                found=_holder(name),
+                where=self.where,
+                do="look what held this process up, or cut it off from the server; then go on with --resume",
+            )
 
     async def release(self, client: Client) -> None:
-        """End this engine's requests and leave the server to others, unless it is another's."""
-        if (await served_name(client)).rpartition("/")[0] == self.owner:
+        """End this engine's requests and leave an attached server to others, unless it is another's."""
+        keeping, self._keeping = self._keeping, None
+        if keeping is not None:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+        if self._lease is None or not self._lease.held:
+            return
+        if self._is_ours(await served_name(client)):
             await client.post("/abort_request", {"abort_all": True}, timeout_s=10)
             await client.post("/continue_generation", {}, timeout_s=10)
-            body = {"new_version": RELEASED, "abort_all_requests": False}
-            await client.post("/update_weight_version", body, timeout_s=10)
+            await _call(client, RELEASED)
+            await self._lease.end(client)
+
+    def _is_ours(self, name: str) -> bool:
+        return _NAME.fullmatch(name) is not None and name.rpartition("/")[0] == self.owner
 
 
 async def served_name(client: Client) -> str:
@@ -101,13 +179,30 @@ async def served_name(client: Client) -> str:
     return str(info.get("weight_version")) if isinstance(info, dict) else repr(info)
 
 
+async def _call(client: Client, name: str) -> None:
+    """Have the server call the weights it serves by another name."""
+    body = {"new_version": name, "abort_all_requests": False}
+    await client.post("/update_weight_version", body, timeout_s=60)
+
+
+def here() -> str:
+    """Where process numbers mean the same: the host, this start of it, and its namespace of processes."""
+    marks = [Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")]
+    boot = marks[0].read_text() if marks[0].exists() else ""
+    space = os.readlink(marks[1]) if marks[1].is_symlink() else ""
+    return f"{socket.gethostname()}+{hashlib.blake2b(f'{boot}{space}'.encode(), digest_size=4).hexdigest()}"
+
+
+def _holder(name: str) -> str:
+    found = _NAME.fullmatch(name)
+    if found is None:
+        return f"an engine that has named no weights yet; the server calls its own {name!r}"
+    return f"process {found['pid']} on {found['host'].partition('+')[0]}, its version {found['version']}"
+
+
 def _began(pid: int) -> str:
     """When a process began, in ticks since the machine did; tells it from a later one of its number."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:
         return "ended"
-
-
-def _ended(found: re.Match[str]) -> bool:
-    return found["host"] == socket.gethostname() and found["began"] != _began(int(found["pid"]))

@@ -31,11 +31,11 @@ from miles_sglang.client import ServerGone
 from miles_sglang.options import SglangOptions
 from miles_sglang.requests import output_limit, own_problem, rank_of, seed_of
 from miles_sglang.rows import Ending, Row, last_chunk
-from miles_sglang.served import inside
+from miles_sglang.served import inside, prove
 from miles_sglang.server import Server
 from miles_sglang.settings import check_model, check_settings, url_of
 from miles_sglang.staging import WeightStore
-from miles_sglang.updates import DiskUpdate, make_update
+from miles_sglang.updates import DiskUpdate, Update, clear, make_update
 
 ABORT_AGAIN_S = 0.05
 """An abort that overtakes its request finds nothing; it is sent until the request has ended."""
@@ -54,7 +54,6 @@ class SglangEngine:
     def __init__(self, options: SglangOptions, context: EngineContext) -> None:
         self._options, self._context = options, context
         self._name = f"engine sglang {context.index}"
-        self._claim = Claim.of_this_process(self._name)
         self._life = Life.CREATED
         self._open = asyncio.Event()
         self._version = -1
@@ -67,6 +66,7 @@ class SglangEngine:
         self._updating = asyncio.Lock()
         self._counts = {"tokens_sampled": 0, "cached_tokens": 0, "resubmitted": 0}
         url = url_of(options.urls, context.index, self._name)
+        self._claim = Claim.of_this_process(self._name, attached=url is not None)
         self._checkpoint = read_checkpoint(Path(context.model_path), options.dtype)
         self._update = make_update(options)
         self._adapter = read_adapter(Path(options.adapter)) if options.adapter else None
@@ -95,18 +95,24 @@ class SglangEngine:
     async def _restore(self) -> None:
         """Load the version that must be served, where the server does not have it."""
         server, served = self._server, self._store.served
-        name = self._claim.name(self._version)
         if server.attached:
-            await self._claim.check_free(server.client)
-        if served is not None:
-            await self._update.push(server.client, server.dialect, served, name, flush=True)
-        elif server.attached:
             await check_model(server.client, self._checkpoint, self._name)
-            # Nobody knows what an attached server holds, nor whether an earlier run left it paused.
-            await server.client.post("/continue_generation", {})
-            await DiskUpdate().push(server.client, server.dialect, self._checkpoint.path, name, flush=True)
+            await self._claim.take(server.client)
+            await clear(server.client, server.dialect)  # nobody knows what it holds, nor how an earlier run left it
+        if served is not None or server.attached:
+            folder = served or self._checkpoint.path
+            await self._push(self._update if served else DiskUpdate(), folder, self._version, flush=True)
+            await prove(server, self._checkpoint, folder, shared=self._store.root.parent)
         if self._adapter is not None:
             self._adapter_name = await load(server.client, self._adapter)
+
+    async def _push(self, update: Update, folder: Path, version: int, *, flush: bool) -> None:
+        """Load a folder's weights into the server, and ask it which ones it serves now."""
+        server, name = self._server, self._claim.name(version)
+        async with self._claim.loading(server.client, self._options.start_timeout_s):
+            await update.push(server.client, server.dialect, folder, name, flush=flush)
+        if (served := await server.served_version()) != name:
+            raise self._error("the server serves another version", expected=name, found=served)
 
     # --- life ---------------------------------------------------------------------------------------------------------
 
@@ -121,6 +127,7 @@ class SglangEngine:
             raise
         self._life = Life.SERVING
         self._open.set()
+        self._claim.keep(lambda: self._server.client, self._server.lose)
 
     async def close(self) -> None:
         if self._life is Life.CLOSED:
@@ -132,9 +139,8 @@ class SglangEngine:
         if self._receiver is not None:
             await asyncio.to_thread(self._receiver.close)
         await self._update.close(None)
-        if self._server.attached:
-            with suppress(EngineError):  # it goes on without us, if it goes on
-                await self._claim.release(self._server.client)
+        with suppress(EngineError):  # an attached server goes on without us, if it goes on
+            await self._claim.release(self._server.client)
         await self._server.close()
         await asyncio.to_thread(self._store.close)
 
@@ -346,12 +352,7 @@ class SglangEngine:
             self._epoch += 1
             generation = server.generation
             try:
-                name = self._claim.name(version)
-                await self._claim.check_held(server.client)
-                await self._update.push(server.client, server.dialect, folder, name, flush=not self._frozen)
-                served = await server.served_version()
-                if served != name:
-                    raise self._error("the server serves another version", expected=name, found=served)
+                await self._push(self._update, folder, version, flush=not self._frozen)
             except Exception as error:
                 # What the server holds now is unknown: back to the version that was served, whole.
                 self._store.drop_staged()
@@ -382,10 +383,8 @@ class SglangEngine:
 
     async def _inside(self, request: dict[str, Any]) -> dict[str, Any]:
         server = self._running()
-        if self._options.tensor_parallel > 1:
-            raise self._error("a rank holds slices only", expected="tensor_parallel: 1", found="several ranks")
         async with self._updating:
-            return await inside(server, self._checkpoint, request, shared=self._store.root.parent, where=self._name)
+            return await inside(server, self._checkpoint, request, shared=self._store.root.parent)
 
     async def stats(self) -> Mapping[str, float]:
         """Gauges and counts since the start: requests at the server and waiting, tokens sampled and reused, requests

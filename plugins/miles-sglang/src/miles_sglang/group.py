@@ -55,7 +55,7 @@ class GroupUpdate:
             async with session(client, dialect):
                 for number, file in enumerate(files):
                     last = number == len(files) - 1
-                    await self._send(client, group, list(read(file)), name if last else None, flush=flush and last)
+                    await self._send(client, group, list(read(file)), name, flush=flush and last)
         except BaseException:
             self._group = None  # half a collective may be left in it
             raise
@@ -68,7 +68,7 @@ class GroupUpdate:
         client: Client,
         group: Group,
         tensors: list[tuple[str, Tensor]],
-        name: str | None,
+        name: str,
         *,
         flush: bool,
     ) -> None:
@@ -79,9 +79,8 @@ class GroupUpdate:
             "shapes": [list(tensor.shape) for _, tensor in tensors],
             "group_name": self._name,
             "flush_cache": flush,
+            "weight_version": name,
         }
-        if name is not None:
-            body["weight_version"] = name
         device = torch.device("cuda", torch.cuda.current_device()) if self._backend == "nccl" else torch.device("cpu")
 
         def broadcast() -> None:

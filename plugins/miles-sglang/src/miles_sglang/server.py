@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from miles_core.errors import EngineError, EngineLost, MilesError
 from miles_core.kinds.engine import EngineContext
@@ -103,6 +103,16 @@ class Server:
         if self._dialect is None:
             raise EngineError("the server is not running", found=self.health, where=self._where)
         return self._dialect
+
+    @property
+    def where(self) -> str:
+        """Its name, for errors."""
+        return self._where
+
+    @property
+    def ranks(self) -> int:
+        """Of one replica."""
+        return self._options.tensor_parallel
 
     @property
     def attached(self) -> bool:
@@ -329,13 +339,17 @@ class Server:
         if process is not None:
             await process.stop()
 
-    def _lose(self, message: str, expected: str, found: str) -> None:
+    def lose(self, why: EngineLost) -> None:
+        """Give the server up for good; every request raises `why` from now on."""
         self.health = Health.LOST
-        self.failure = EngineLost(
-            message, expected=expected, found=found, where=self._where, do="read the engine's log; resume the run"
-        )
+        self.failure = why
         self._on_up()  # those who wait for it must hear of it
-        raise self.failure
+
+    def _lose(self, message: str, expected: str, found: str) -> NoReturn:
+        do = "read the engine's log; resume the run"
+        why = EngineLost(message, expected=expected, found=found, where=self._where, do=do)
+        self.lose(why)
+        raise why
 
     def _tail(self) -> str:
         return self._process.tail().strip()[-800:] if self._process is not None else f"attached at {self._address}"

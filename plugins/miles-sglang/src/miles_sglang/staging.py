@@ -35,6 +35,11 @@ SAFETENSORS_DTYPES = {
 }  # fmt: skip
 
 
+def default_parent() -> Path:
+    """Shared memory, else the temporary folder."""
+    return SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
+
+
 class WeightStore:
     """Owns a private folder of versions, from `open` to `close`.
 
@@ -45,8 +50,7 @@ class WeightStore:
     def __init__(self, checkpoint: Checkpoint, parent: str | None, where: str) -> None:
         self._checkpoint = checkpoint
         self._where = where
-        default = SHARED_MEMORY if SHARED_MEMORY.is_dir() else Path(tempfile.gettempdir())
-        self.root = Path(parent or default) / f"miles-sglang-{secrets.token_hex(6)}"
+        self.root = Path(parent or default_parent()) / f"miles-sglang-{secrets.token_hex(6)}"
         self.served: Path | None = None
         """Folder of the version that is served; None while that is the checkpoint."""
         self.staged: tuple[int, Path] | None = None

@@ -18,8 +18,10 @@ from miles_core.watch import progress, waiting
 from miles_sglang.checkpoint import read_checkpoint, row_limit
 from miles_sglang.client import ServerGone
 from miles_sglang.options import TeacherOptions
+from miles_sglang.served import prove
 from miles_sglang.server import Server
 from miles_sglang.settings import check_model, fit_problems, refuse
+from miles_sglang.staging import default_parent
 
 
 class SglangTeacher:
@@ -113,6 +115,7 @@ class SglangTeacher:
         """Nothing is loaded into a teacher's server; what it serves must be the checkpoint, and stay the same."""
         if self._server.attached:
             await check_model(self._server.client, self._checkpoint, self._name)
+            await prove(self._server, self._checkpoint, Path(self._options.model), shared=default_parent())
         version = await self._server.served_version()
         if self._version not in (None, version):
             raise self._changed(version)

@@ -28,7 +28,9 @@ class Update(Protocol):
     """Puts a folder's weights into the server."""
 
     async def push(self, client: Client, dialect: Dialect, folder: Path, name: str, *, flush: bool) -> None:
-        """Load every tensor, then call the version `name`, and flush all prefixes unless requests are frozen over them.
+        """Load every tensor and flush all prefixes, unless requests are frozen over them.
+
+        Every message gives the weights the name `name`, so that it never stands at weights of somebody else.
 
         Raises:
             EngineError: the server refused or failed; its weights are then unknown.
@@ -70,9 +72,8 @@ class TensorUpdate:
                 body: dict[str, Any] = {
                     "serialized_named_tensors": [pack(list(read(file)))] * self._ranks,
                     "flush_cache": flush and last,
+                    "weight_version": name,
                 }
-                if last:
-                    body["weight_version"] = name
                 await checked(client, "/update_weights_from_tensor", body)
 
     async def close(self, client: Client | None) -> None: ...
@@ -105,6 +106,14 @@ async def session(client: Client, dialect: Dialect) -> AsyncIterator[None]:
     await checked(client, "/end_weight_update", {})
 
 
+async def clear(client: Client, dialect: Dialect) -> None:
+    """End what a run that was killed may have left: a pause, and a load half-way."""
+    await client.post("/continue_generation", {})
+    if dialect.has("update-sessions"):
+        with contextlib.suppress(EngineError):  # none is open
+            await client.post("/end_weight_update", {})
+
+
 async def checked(client: Client, path: str, body: dict[str, Any]) -> None:
     """POST and insist on success: some failures come with status 200.
 
@@ -119,7 +128,10 @@ async def checked(client: Client, path: str, body: dict[str, Any]) -> None:
 
 def files_of(folder: Path) -> list[Path]:
     """Weight files of a folder in the order they were staged."""
-    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    path = folder / "model.safetensors.index.json"
+    if not path.exists():
+        return [folder / "model.safetensors"]
+    index = json.loads(path.read_text())
     return [folder / name for name in sorted(set(index["weight_map"].values()))]
 
 
