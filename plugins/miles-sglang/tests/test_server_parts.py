@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -27,7 +28,7 @@ from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import NamedTensor
 from miles_core.weights.digests import digest_tensor
 from miles_sglang.checkpoint import Checkpoint, read_checkpoint
-from miles_sglang.dialect import Dialect
+from miles_sglang.dialect import TESTED, Dialect
 from miles_sglang.engine import SglangEngine
 from miles_sglang.launch import SERVERSIDE, command, environment
 from miles_sglang.options import ServerOptions, SglangOptions
@@ -131,7 +132,13 @@ class TestDialect:
         old = Dialect.of("0.5.17", "here")
         assert not old.has("safe-retract")
         assert any("in-place pauses are refused" in line for line in old.remarks())
-        assert "newer than 0.5.23" in Dialect.of("0.6.0", "here").remarks()[0]
+        for other in ("0.5.19", "0.6.0"):
+            assert "not one of the releases that were tested" in Dialect.of(other, "here").remarks()[0]
+
+    def test_the_readme_names_the_tested_releases(self) -> None:
+        readme = (Path(__file__).parents[1] / "README.md").read_text()
+        rows = re.findall(r"^\| (\d+\.\d+\.\d+) \|", readme, re.MULTILINE)
+        assert rows == [str(version) for version in TESTED]
 
     @pytest.mark.parametrize("text", ["0.5.9", "None", ""])
     def test_a_release_that_cannot_be_served_is_refused(self, text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import os
 import re
 import secrets
@@ -21,6 +22,8 @@ from miles_core.errors import EngineError, EngineLost
 from miles_core.watch import waiting
 from miles_sglang.client import Client
 from miles_sglang.lease import AGAIN_S, LEASE_S, RENEW_S, Lease
+
+log = logging.getLogger(__name__)
 
 RELEASED = "released"
 """The version's name once its engine has left the server."""
@@ -94,8 +97,11 @@ class Claim:
                     break
                 if await self._lease.take(client):
                     return await _call(client, self.name(UNKNOWN))
-                if asyncio.get_running_loop().time() > until:
+                left_s = until - asyncio.get_running_loop().time()
+                if left_s < 0:
                     break
+                if left_s > 2 * LEASE_S - AGAIN_S:
+                    log.warning("%s: waits for the lease of %s to end", self.where, _holder(name))
                 await asyncio.sleep(AGAIN_S)
         raise EngineError(
             "another engine of Miles uses this server",
@@ -163,10 +169,12 @@ class Claim:
             await asyncio.gather(keeping, return_exceptions=True)
         if self._lease is None or not self._lease.held:
             return
-        if self._is_ours(await served_name(client)):
+        name = await served_name(client)
+        if self._is_ours(name):
             await client.post("/abort_request", {"abort_all": True}, timeout_s=10)
             await client.post("/continue_generation", {}, timeout_s=10)
             await _call(client, RELEASED)
+        if self._is_ours(name) or not _NAME.fullmatch(name):
             await self._lease.end(client)
 
     def _is_ours(self, name: str) -> bool:

@@ -8,8 +8,8 @@ from packaging.version import InvalidVersion, Version
 
 from miles_core.errors import EngineError
 
-OLDEST, NEWEST = Version("0.5.17"), Version("0.5.23")
-"""First and last release that was run against."""
+TESTED = (Version("0.5.17"), Version("0.5.21"), Version("0.5.23"))
+"""Releases that this plugin's tests were run against; those between them are negotiated by their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +50,10 @@ class Dialect:
             version = Version(text)
         except InvalidVersion as error:
             raise EngineError("the server does not say its version", found=text, where=where) from error
-        if version < OLDEST:
+        if version < TESTED[0]:
             raise EngineError(
                 "this SGLang is too old",
-                expected=f"sglang from {OLDEST} to {NEWEST}",
+                expected=f"sglang from {TESTED[0]} to {TESTED[-1]}",
                 found=f"sglang {version}",
                 where=where,
                 do="upgrade the server's environment",
@@ -66,6 +66,6 @@ class Dialect:
     def remarks(self) -> list[str]:
         """What a user of this version should know, one sentence each."""
         lines = [f"{name} came with {f.since}: {f.lacking}" for name, f in FEATURES.items() if not self.has(name)]
-        if self.version > NEWEST:
-            lines.insert(0, f"sglang {self.version} is newer than {NEWEST}, the last one tested")
+        if self.version not in TESTED:
+            lines.insert(0, f"not one of the releases that were tested, {', '.join(map(str, TESTED))}")
         return lines

@@ -8,6 +8,7 @@ server that fails ends the wait.
 from __future__ import annotations
 
 import asyncio
+import secrets
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Protocol, cast
@@ -46,7 +47,7 @@ class GroupUpdate:
         self._group: Group | None = None
         self._store: Any = None
         self._url: str | None = None
-        self._made = 0
+        self._name = ""
 
     async def push(self, client: Client, dialect: Dialect, folder: Path, name: str, *, flush: bool) -> None:
         group = await self._joined(client)
@@ -90,15 +91,11 @@ class GroupUpdate:
 
         await _both(checked(client, "/update_weights_from_distributed", body), asyncio.to_thread(broadcast))
 
-    @property
-    def _name(self) -> str:
-        return f"miles-{self._made}"
-
     async def _joined(self, client: Client) -> Group:
         """The group with this server, made anew for a server that was started anew."""
         if self._group is not None and self._url == client.url:
             return self._group
-        self._made += 1
+        self._name = f"miles-{secrets.token_hex(6)}"  # new to this process and to the server, whoever else met them
         self._url = client.url
         port = free_port()
         world = 1 + self._ranks
