@@ -1,4 +1,4 @@
-"""Loads one plugin and says what came of it; nothing a plugin does here can harm another plugin or the command.
+"""Loads one plugin and reports its state. Nothing that a plugin does here can harm another plugin or the command.
 
 This is one of the three places that may catch everything. The steps, each of which can end the matter:
 

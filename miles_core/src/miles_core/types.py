@@ -298,7 +298,7 @@ class TrainBatch:
     routes: npt.NDArray[np.integer[Any]] | None = None
     """[N, L, K] int16 or int32, as in `Trajectory.routes`: the experts that token i was sent to, on which the log-prob
     of token i + 1 depends. A sequence's last position is `UNRECORDED`: no log-prob depends on it. What a backend does
-    with them, in every forward pass of the policy, is said by `BackendContext.routes`; the reference policy always
+    with them, in every forward pass of the policy, depends on `BackendContext.routes`; the reference policy always
     chooses for itself."""
 
     @property

@@ -30,5 +30,5 @@ def command(source: Path, output: Path, step: int | None, run_file: Path | None)
     from miles_core.driver.convert import to_run
 
     to_run(source, output, load(run_file))
-    click.echo(f"{source} as step 0 of {output}; go on with")
+    click.echo(f"{source} as step 0 of {output}; continue with")
     click.echo(f"  miles train {run_file} --resume --set tracking.dir={output.absolute().parent}")

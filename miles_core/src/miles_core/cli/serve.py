@@ -71,7 +71,7 @@ def command(run_file: Path | None, overrides: tuple[str, ...], model: str | None
 
 
 def _refuse_unread(run_file: Path | None, overrides: tuple[str, ...]) -> None:
-    """A flag that nothing reads is a mistake of whoever typed it."""
+    """Refuse flags that nothing would read."""
     ctx = click.get_current_context()
     given = {name for name in ctx.params if ctx.get_parameter_source(name) is click.core.ParameterSource.COMMANDLINE}
     if run_file is None and overrides:

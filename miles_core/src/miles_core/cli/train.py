@@ -12,7 +12,7 @@ import click
 @click.argument("run_file", type=click.Path(path_type=Path))
 @click.option("--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Override a value; VALUE is YAML.")
 @click.option("--resume", is_flag=True, help="Go on from the newest complete checkpoint of this run.")
-@click.option("--fresh", is_flag=True, help="Keep an earlier run of this name aside and start anew.")
+@click.option("--fresh", is_flag=True, help="Keep an earlier run of this name aside and start a new one.")
 @click.option("--dry-run", is_flag=True, help="Print the resolved plan and take nothing.")
 @click.option("--plain", is_flag=True, help="One line a step instead of the live display.")
 def command(run_file: Path, overrides: tuple[str, ...], resume: bool, fresh: bool, dry_run: bool, plain: bool) -> None:
@@ -23,7 +23,7 @@ def command(run_file: Path, overrides: tuple[str, ...], resume: bool, fresh: boo
     from miles_core.registry import discover
 
     if resume and fresh:
-        raise click.UsageError("--resume goes on with a run and --fresh starts anew; choose one")
+        raise click.UsageError("--resume continues a run and --fresh starts a new one; choose one")
     source = load(run_file, overrides)
     registry = discover(source.disabled_plugins())
     for warning in registry.warnings:

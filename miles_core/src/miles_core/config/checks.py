@@ -1,4 +1,5 @@
-"""What must hold between core's own keys, each with an id. What a capability demands is a rule of that capability."""
+"""What must hold between keys of the core. Each check has an id. What a capability demands is a rule of that
+capability."""
 
 from __future__ import annotations
 
@@ -19,15 +20,15 @@ class Setup:
 
     spec: RunSpec
     tags: Mapping[str, frozenset[str]]
-    """Kind to the tags that its picked capabilities provide."""
+    """For each kind, the tags that the picked capabilities provide."""
     model: ModelFolder | None
-    """None while the folder was not read or cannot be."""
+    """None as long as the folder was not read, or if it cannot be read."""
 
     def provides(self, kind: str, tag: str) -> bool:
         return tag in self.tags.get(kind, frozenset())
 
     def with_model(self, path: Path) -> Setup:
-        """The same with the figures of the model folder at `path`, where it can be read."""
+        """The same setup with the figures of the model folder at `path`, if that can be read."""
         try:
             return replace(self, model=read_model_folder(path))
         except (ModelFolderError, OSError, ValueError):
@@ -43,11 +44,11 @@ class Found:
     message: str
     do: str
     reads: tuple[str, ...] = ()
-    """Every key involved; when one of them is itself wrong, the finding says nothing."""
+    """Every key involved. If one of them is wrong itself, the finding is not reported."""
     kinds: frozenset[str] = frozenset()
     """Kinds whose tags were asked for."""
     show: bool = True
-    """Whether the value at `path` explains anything."""
+    """Whether to show the value at `path`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -262,7 +263,7 @@ CHECKS: tuple[Check, ...] = (
 
 
 def run_checks(setup: Setup, given: Iterable[Check]) -> Iterator[Found]:
-    """Everything wrong between core's keys, as far as these checks tell."""
+    """Everything that these checks find wrong between keys of the core."""
     for check in given:
         if message := check.find(setup):
             yield Found(

@@ -1,4 +1,4 @@
-"""What must hold between core's keys when sampling and training overlap."""
+"""What must hold between keys of the core if sampling and training overlap."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _in_place(s: Setup) -> str | None:
 
 
 def uncorrected(spec: RunSpec) -> str | None:
-    """A warning for runs that train on older weights' data and neither correct nor measure what that does, or None."""
+    """A warning for runs that train on data of older weights and neither correct nor measure the effect; otherwise
+    None."""
     if spec.schedule.mode == "sync" or spec.corrections or spec.objective.old_logprobs == "rollout":
         return None
     return (

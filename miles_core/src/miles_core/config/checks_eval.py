@@ -1,4 +1,4 @@
-"""What must hold between core's keys for evaluation, within training or beside it."""
+"""What must hold between keys of the core for evaluation, during training or beside it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ PROBE_TOKENS = 52
 
 
 def context_of(s: Setup) -> int | None:
-    """Tokens of prompt and output at most, as far as known."""
+    """The most tokens of prompt and output together, as far as it is known."""
     return s.spec.model.context_length or (s.model.context_length if s.model else None)
 
 

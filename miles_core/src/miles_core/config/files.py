@@ -64,7 +64,7 @@ def _attempt(check: Callable[[str, str], Iterator[Found]], path: str, text: str)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         return [
-            _found("MIL701" if path == "model.path" else "MIL703", path, f"cannot be looked up: {reason}", "mend it")
+            _found("MIL701" if path == "model.path" else "MIL703", path, f"cannot be looked up: {reason}", "correct it")
         ]
 
 

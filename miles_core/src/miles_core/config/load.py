@@ -1,6 +1,6 @@
-"""A run-file and its `--set` overrides as one plain tree that knows where each value was written.
+"""Reads a run-file and its `--set` overrides into one plain tree that knows where each value was written.
 
-Nothing here knows what is installed: `resolve` turns a `Source` into a typed run, or into the list of what is wrong.
+Nothing here knows what is installed: `resolve` turns a `Source` into a typed run, or into a list of what is wrong.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A run-file as given, overrides applied, not yet validated."""
+    """A run-file as it was given, with overrides applied, but not validated yet."""
 
     path: Path | None
     text: str
@@ -40,21 +40,22 @@ class Source:
     """dict, list, str, int, float, bool and None only."""
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
     problems: tuple[Problem, ...] = ()
-    """What reading refused: repeated keys, tags, malformed overrides. `resolve` reports them with everything else."""
+    """What could not be read: repeated keys, tags, malformed overrides. `resolve` reports it together with everything
+    else."""
 
     @property
     def name(self) -> str:
         return self.path.name if self.path else "run-file"
 
     def origin(self, path: KeyPath) -> Origin:
-        """Origin of the value at `path`, or of the nearest section above it that was written."""
+        """Where the value at `path` was written, or else the nearest section above it."""
         for length in range(len(path), 0, -1):
             if found := self.origins.get(path[:length]):
                 return found
         return Origin(self.name)
 
     def disabled_plugins(self) -> tuple[str, ...]:
-        """`plugins.disable` as far as it is a list of texts; read before the registry exists."""
+        """`plugins.disable`, if it is a list of texts. It is read before the registry exists."""
         section = self.tree.get("plugins")
         names = section.get("disable") if isinstance(section, dict) else None
         return tuple(name for name in names if isinstance(name, str)) if isinstance(names, list) else ()
@@ -66,7 +67,7 @@ class Source:
 
 
 def dotted(path: KeyPath) -> str:
-    """A path as a user writes it: ``rewards.0.weight``."""
+    """Spell a path as users write it: ``rewards.0.weight``."""
     return ".".join(str(part) for part in path)
 
 
@@ -118,7 +119,7 @@ def parse(text: str, overrides: Sequence[str] = (), *, path: Path | None = None)
 
 
 def _apply(source: Source, override: str, label: str) -> Source:
-    """The source with one override; a malformed one becomes a problem and changes nothing."""
+    """The source with one more override. A malformed one becomes a problem and changes nothing."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
@@ -145,7 +146,8 @@ class _NoSuchPlaceError(Exception):
 
 
 def _put(tree: dict[str, Any], parts: Sequence[str], value: Any) -> KeyPath:
-    """Set `value` at `parts` in place, making sections on the way; returns the path with list indices as numbers."""
+    """Set `value` at `parts` in place, and make missing sections on the way. Returns the path, with list indices as
+    numbers."""
     path: KeyPath = ()
     at: Any = tree
     for part in parts[:-1]:
@@ -169,7 +171,7 @@ def _key(at: Any, part: str, path: KeyPath) -> str | int:
 
 
 def _enter(at: Any, key: str | int, path: KeyPath) -> Any:
-    """The container at `key`, made where it is absent; a short form becomes the mapping it stands for."""
+    """The container at `key`. It is made if it is absent, and a short form becomes the mapping that it stands for."""
     if isinstance(at, list):
         if key == len(at):
             at.append(None)

@@ -1,4 +1,5 @@
-"""What a Hugging Face folder says of its model: config.json and the headers of its safetensors; no tensor is loaded."""
+"""Reads what a Hugging Face folder says about its model, from config.json and safetensors headers. No tensor is
+loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +27,7 @@ class ModelFolderError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """The figures that validation and the memory estimate use; None where the checkpoint does not say."""
+    """The figures that validation and the memory estimate use. A figure that the checkpoint does not state is None."""
 
     path: Path
     parameters: int
@@ -50,11 +51,11 @@ class ModelFolder:
 
     @property
     def narrowest_bytes(self) -> int:
-        """Bytes of an element of the narrowest dtype that holds weights; 4 where none is stored."""
+        """Bytes of an element of the narrowest dtype that holds weights; 4 if no weights are stored."""
         return min((DTYPE_BYTES[dtype] for dtype in self.dtypes), default=4)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int | None:
-        """Bytes of keys and values of one token over all layers; None for layouts other than plain attention."""
+        """Bytes of the keys and values of one token in all layers; None for other layouts than plain attention."""
         if self.layers is None or self.kv_heads is None or self.head_dim is None:
             return None
         return 2 * self.layers * self.kv_heads * self.head_dim * element_bytes
@@ -97,7 +98,8 @@ def read_model_folder(path: Path) -> ModelFolder:
 
 
 def read_config(path: Path) -> Mapping[str, Any]:
-    """config.json of a folder; of a multi-modal one, the part that describes the language model.
+    """Read the config.json of a folder. If the model is multi-modal, this is the part that describes the language
+    model.
 
     Raises:
         ModelFolderError: it is missing or broken.
@@ -106,7 +108,7 @@ def read_config(path: Path) -> Mapping[str, Any]:
 
 
 def language_part(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Of a config.json, what describes the language model."""
+    """The part of a config.json that describes the language model."""
     text = config.get("text_config")
     return text if isinstance(text, dict) else config
 
@@ -150,7 +152,7 @@ def _json_object(file: Path) -> dict[str, Any]:
 
 
 def _weight_files(path: Path) -> list[Path]:
-    """Safetensors files in use: those the index names, else all."""
+    """The safetensors files that belong to the model: those that the index names, or all if there is no index."""
     index = path / "model.safetensors.index.json"
     if index.exists():
         weight_map = _json_object(index).get("weight_map")

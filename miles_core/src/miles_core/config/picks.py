@@ -1,4 +1,4 @@
-"""Where a run-file picks capabilities, and what a value may be written short for; read off `KINDS` and `RunSpec`."""
+"""Where a run-file picks capabilities, and which short forms it may use; derived from `KINDS` and `RunSpec`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def short_key(path: Path) -> str | None:
 
 
 def default_pick(kind: str) -> str | None:
-    """Name that a kind with one pick has when the run-file does not mention it."""
+    """The name that is picked for a kind if the run-file does not mention it."""
     fields, value = RunSpec.model_fields, None
     for part in SECTIONS[kind]:
         value = fields[part].default

@@ -1,4 +1,4 @@
-"""Everything wrong with a run-file, collected: one problem is data, the report prints them all together.
+"""Collects everything that is wrong with a run-file, and prints it in one report:
 
 run.yaml:7   placement.mode: colocated  [ring-separate, miles-ring 0.1.0]
              a ring needs engines in processes of their own.   Do: transport: inprocess
@@ -28,19 +28,19 @@ class Problem:
     """
 
     message: str
-    """A sentence without its full stop."""
+    """A sentence without the full stop."""
     path: str = ""
-    """Dotted key as the run-file spells it; empty when the file as a whole is meant."""
+    """The dotted key, as the run-file spells it; empty if the whole file is meant."""
     value: str | None = None
-    """The value found, as the user would write it; None when there is none."""
+    """The value that was found, as a user would write it; None if there is none."""
     source: str = ""
     """Name of the file, or ``--set #2``."""
     line: int | None = None
     """1-based."""
     rule: str | None = None
-    """Id of the rule or check."""
+    """The id of the rule or check."""
     owner: str | None = None
-    """Distribution and version that brought the rule or capability: ``miles-ring 0.1.0``."""
+    """The distribution and version that the rule or capability comes from: ``miles-ring 0.1.0``."""
     do: str | None = None
     """The remedy."""
 
@@ -68,7 +68,7 @@ class RunFileError(ConfigError):
 
 
 def in_order(problems: Iterable[Problem]) -> tuple[Problem, ...]:
-    """File problems by line, then those of ``--set``; the same problem once."""
+    """Problems of the file by line, then those of ``--set``. Equal problems appear once."""
     unique = list(dict.fromkeys(problems))
     return tuple(sorted(unique, key=lambda p: (p.source.startswith("--set"), p.line or 0, p.source)))
 

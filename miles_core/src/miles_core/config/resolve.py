@@ -1,7 +1,7 @@
-"""Picks to resolved capabilities: the typed result of validation, which plan and driver trust.
+"""Validates a run-file, and resolves its picks to capabilities. Plan and driver trust the typed result.
 
-One pass collects everything that is wrong. A broken part never hides the rest: what failed is left out, and checks that
-would read it are skipped.
+One pass collects everything that is wrong. A broken part never hides the others: what failed is left out, and checks
+that would read it are skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ DEFAULT_TRACKER = "tensorboard"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resolved:
-    """One pick, resolved: the capability, who brings it, and its validated options (None when it takes none)."""
+    """A resolved pick: the capability, the distribution it comes from, and its validated options (None if it has
+    none)."""
 
     kind: str
     capability: Capability
@@ -54,11 +55,11 @@ class ResolvedRun:
     spec: RunSpec
     """Every default filled in, the picks' options included; paths of model and data are absolute."""
     one: dict[str, Resolved]
-    """No `tito_family` when the run-file leaves it to the checkpoint."""
+    """Has no `tito_family` if the run-file leaves it to the checkpoint."""
     many: dict[str, tuple[Resolved, ...]]
     """In the order of the run-file; `reward` lines up with `spec.rewards`."""
     architectures: Mapping[str, str] = field(default_factory=dict)
-    """`load` of every architecture that a plugin brings, by name; the checkpoint picks."""
+    """The `load` of every architecture that a plugin provides, by name. The checkpoint decides which is used."""
 
 
 @dataclass(slots=True)
@@ -69,9 +70,9 @@ class _Work:
     registry: Registry
     problems: list[Problem]
     broken: list[KeyPath] = field(default_factory=list)
-    """Paths whose value is not to be read."""
+    """Paths whose values must not be read."""
     unresolved: set[str] = field(default_factory=set)
-    """Kinds of which a pick did not resolve."""
+    """Kinds with a pick that could not be resolved."""
     picked: list[tuple[KeyPath, Entry, Any]] = field(default_factory=list)
     """Path, capability and options of each pick that resolved."""
 
@@ -83,7 +84,7 @@ class _Work:
 
 
 def check_run(source: Source, registry: Registry, *, files: bool = True) -> tuple[ResolvedRun | None, list[Problem]]:
-    """Validate completely; the run, or None and every problem there is.
+    """Validate everything. Returns the run, or None, and every problem that was found.
 
     Args:
         source: The run-file as loaded.
@@ -158,7 +159,7 @@ def _read_core(work: _Work) -> RunSpec | None:
 
 
 def _without(tree: Any, gone: set[KeyPath], path: KeyPath = ()) -> Any:
-    """A copy of the tree less the paths in `gone`, with placeholders where something must stand."""
+    """A copy of the tree without the paths in `gone`, with placeholders for required values."""
     if isinstance(tree, list):
         return [_item(item, gone, (*path, index)) for index, item in enumerate(tree)]
     if not isinstance(tree, dict):
@@ -215,7 +216,7 @@ def _resolve_pick(work: _Work, kind: str, path: KeyPath, raw: Any) -> None:
         model = load_target(entry.capability.options) if entry.capability.options else None
     except (OSError, ValueError) as error:  # a function's file whose name the file system refuses
         work.unresolved.add(kind)
-        work.report(path, f"cannot be looked up: {error}", do="mend the name")
+        work.report(path, f"cannot be looked up: {error}", do="correct the name")
         return
     except PluginError as error:
         work.unresolved.add(kind)
@@ -269,7 +270,8 @@ def _completed(work: _Work, spec: RunSpec) -> dict[str, Any]:
 
 
 def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
-    """Relative paths start where the command was started; workers on other hosts start elsewhere."""
+    """Make paths absolute. They are relative to where the command was started, which workers on other hosts do not
+    know."""
     places = [(values["model"], "path")] + [(values["data"], key) for key in ("train", "eval") if values["data"]]
     for section, key in places:
         if section[key] is not None:
@@ -307,7 +309,7 @@ def _tags(work: _Work) -> dict[str, frozenset[str]]:
 
 
 def _is_broken(work: _Work, path: str) -> bool:
-    """Whether the value at `path`, one inside it or one around it, is not to be read."""
+    """Whether the value at `path`, or one inside or around it, must not be read."""
     parts = path.split(".")
     for gone in work.broken:
         names = [str(part) for part in gone]
@@ -342,7 +344,8 @@ def _apply_rule(work: _Work, rule: Rule, owner: str, path: KeyPath, facts: Facts
 
 
 def _guarded(target: str) -> Callable[[Facts], Any]:
-    """A plugin's check function, its failures turned into PluginError: a boundary to code that is not ours."""
+    """Call the check function of a plugin, and turn its failures into PluginError. This is a boundary to code that is
+    not ours."""
     function = load_target(target)
 
     def call(facts: Facts) -> Any:
@@ -355,7 +358,7 @@ def _guarded(target: str) -> Callable[[Facts], Any]:
 
 
 def _report_violation(work: _Work, violation: Violation, facts: Facts, pick: KeyPath) -> None:
-    """Point at the first path involved that is written in the file, else at the pick that brought the rule."""
+    """Report at the first path involved that is written in the file, or else at the pick that the rule belongs to."""
     rule = violation.rule
     message = rule.because if rule.check is None else f"{violation.found}; {rule.because}"
     candidates = [tuple(path.split(".")) for path in violation.paths]

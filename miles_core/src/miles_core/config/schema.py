@@ -1,7 +1,7 @@
-"""The JSON schema of a run-file on this machine: core's sections, and each pick as one of what is installed.
+"""Makes the JSON schema of a run-file on this machine: the sections of the core, and for each pick what is installed.
 
-Written in draft 7, which every YAML language server understands. It covers what one value may be; how values fit
-together is the business of `miles validate`.
+It uses draft 7, which every YAML language server understands. It covers what one value may be. How values fit together
+is checked by `miles validate`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _REF = "#/definitions/"
 
 
 def run_file_schema(registry: Registry) -> Schema:
-    """The schema; capabilities that cannot be picked here are left out.
+    """Make the schema. Capabilities that cannot be picked here are left out.
 
     Raises:
         PluginError: an option model of a usable capability cannot be imported.
@@ -94,7 +94,7 @@ def _closed(properties: Schema, required: list[str]) -> Schema:
 
 
 def _core_keys(kind: str) -> Schema:
-    """Keys of a pick that core itself reads, beside `use`."""
+    """Keys of a pick that the core itself reads, besides `use`."""
     if kind != "reward":
         return {}
     properties: Schema = RewardPick.model_json_schema()["properties"]
@@ -102,7 +102,7 @@ def _core_keys(kind: str) -> Schema:
 
 
 def _point_at(root: Schema, definitions: Schema, section: tuple[str, ...], target: Schema, *, many: bool) -> None:
-    """Replace pydantic's open pick at `section` by the one of what is installed."""
+    """Replace pydantic's open pick at `section` by a choice of what is installed."""
     at = root
     for part in section[:-1]:
         at = definitions[at["properties"][part]["$ref"].removeprefix(_REF)]
@@ -114,7 +114,7 @@ def _point_at(root: Schema, definitions: Schema, section: tuple[str, ...], targe
 
 
 def _allow(root: Schema, name: str, shape: str) -> None:
-    """A section that may also be a bare text, its main key, or null."""
+    """Allow a section to be null, or a bare text that stands for its main key."""
     old = root["properties"][name]
     members = old.get("anyOf") or [{"$ref": old["$ref"]}]
     root["properties"][name] = {"anyOf": [{"type": shape}, *members], **_described(old)}

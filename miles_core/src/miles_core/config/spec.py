@@ -1,6 +1,7 @@
-"""RunSpec: what a run-file may say. Core sections only; a pick's own options belong to the capability it names.
+"""RunSpec: what a run-file may say in the sections of the core.
 
-A pick is written short (``loss: ppo-clip``) or long (``loss: {use: ppo-clip, low: 0.2}``). Units are in the names.
+A pick names a capability, and its options belong to that capability. A pick is written short (``loss: ppo-clip``) or
+long (``loss: {use: ppo-clip, low: 0.2}``). Units are in the names.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class ModelSpec(Section):
     path: PathText
     """Hugging Face folder: config.json, safetensors, tokenizer.json, chat template."""
     context_length: PositiveInt | None = None
-    """Prompt plus output tokens at most; null takes the checkpoint's own limit."""
+    """Most tokens of prompt and output together; null takes the checkpoint's own limit."""
 
 
 class DataSpec(Section):
@@ -88,22 +89,22 @@ class DataSpec(Section):
     system: str | None = None
     """System message put before prompts that have none."""
     bad_rows: Literal["stop", "skip"] = "stop"
-    """What an unusable row does; skipped rows are counted and reported with their line."""
+    """Whether an unusable row stops the run or is skipped; skipped rows are counted and reported with their line."""
 
 
 class SamplingSpec(Section):
     temperature: NonNegativeFloat = 1.0
     """Divides the logits on both sides; 0 samples the argmax."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus; restricts sampling, never renormalises log-probs."""
+    """Nucleus sampling; it restricts what is sampled, and never renormalises log-probs."""
     top_k: NonNegativeInt = 0
-    """0 is off."""
+    """Sample only among the k most probable tokens; 0 is off."""
     min_p: Fraction = 0.0
-    """0 is off."""
+    """Leave out tokens less probable than this fraction of the most probable one; 0 is off."""
     max_tokens: PositiveInt = 256
-    """Sampled tokens of one completion at most."""
+    """Most tokens that are sampled in one completion."""
     stop: tuple[Annotated[str, Field(min_length=1)], ...] = ()
-    """Stop strings beside the family's stop tokens."""
+    """Stop strings, besides the stop tokens of the token family."""
 
 
 class EvalSamplingSpec(SamplingSpec):
@@ -115,67 +116,70 @@ class RolloutSpec(Section):
     sampling: SamplingSpec = SamplingSpec()
     """How training trajectories are sampled."""
     over_sample: Annotated[float, Field(ge=1.0, le=16.0)] = 1.0
-    """Groups started per wave as a multiple of those still needed; the surplus is aborted once enough are accepted."""
+    """How many groups a wave starts, as a multiple of those still needed; the surplus is aborted once enough are
+    accepted."""
     max_waves: PositiveInt = 8
-    """Waves of groups tried per step before the run stops because filters or failures leave too few; in a fully
-    asynchronous run so many batches of groups in a row."""
+    """Waves of groups that a step tries before the run stops because filters or failures leave too few; in a fully
+    asynchronous run, batches of groups in a row."""
     filters: tuple[Pick, ...] = ()
-    """Judge finished groups; all must keep. `nonzero-std` is dynamic sampling."""
+    """Judge finished groups; a group is kept if all of them keep it. `nonzero-std` is dynamic sampling."""
     retries: NonNegativeInt = 2
-    """Times a failed trajectory is tried again before it is dropped and counted."""
+    """How often a failed trajectory is tried again before it is dropped and counted."""
     trajectory_timeout_s: PositiveFloat = 600.0
-    """Deadline of one attempt, generation, tools and environment included."""
+    """Deadline of one attempt; generation, tools and environment are included."""
     reward_timeout_s: PositiveFloat = 30.0
-    """Deadline of one reward call; its worker process is killed then."""
+    """Deadline of one reward call; when it passes, the worker process is killed."""
     reward_workers: PositiveInt = 2
     """Processes that compute rewards."""
     routes: Literal["off", "record", "replay"] = "off"
-    """Experts of MoE layers: record has the engine return them and the trainer count where its own choice differs;
-    replay also has the trainer use the recorded ones (R3)."""
+    """Experts of MoE layers. With record, the engine returns them, and the trainer counts where its own choice differs;
+    with replay, the trainer also uses the recorded ones (R3)."""
     max_concurrent: PositiveInt = 256
-    """Trajectories in flight at most, also in an evaluation; a fully asynchronous run has
+    """Most trajectories in flight, also in an evaluation; a fully asynchronous run has
     `schedule.max_concurrent_samples` instead."""
     health_interval_s: PositiveFloat = 10.0
     """How often every engine is asked which version it serves."""
     health_timeout_s: PositiveFloat = 60.0
-    """An engine that does not answer in this time is lost: its requests go on elsewhere, and it is replaced."""
+    """An engine that does not answer in this time is lost: its requests continue on other engines, and it is
+    replaced."""
     engine_restarts: NonNegativeInt = 3
-    """Times within `engine_restarts_within_s` that a lost engine is replaced; attempts that fail do not count. One lost
-    more often stays out until they are that long ago, and the run stops when none is left."""
+    """How often a lost engine is replaced within `engine_restarts_within_s`; attempts that fail do not count. An engine
+    that is lost more often stays out until those losses are that long ago, and the run stops if none is left."""
     engine_restarts_within_s: PositiveFloat = 3600.0
-    """Seconds that `engine_restarts` counts over."""
+    """The window over which `engine_restarts` counts."""
     constant_reward_alarm_steps: NonNegativeInt = 5
-    """Steps with one and the same reward everywhere before an alarm is raised; 0 is off."""
+    """Raise an alarm after so many steps in which every trajectory has the same reward; 0 is off."""
 
 
 class SessionSpec(Section):
     family: Pick | None = None
-    """TITO family; null takes the one installed family that claims the checkpoint."""
+    """Token family (TITO family); null takes the one installed family that claims the checkpoint."""
     matcher: Pick = Pick(use="strict")
     """How replayed messages are compared with stored ones."""
     history: Literal["linear", "branching"] = "linear"
-    """linear: one row that grows at its tail; branching: a tree of turns, of which every kept leaf is trained."""
+    """linear: one row that grows at its end; branching: a tree of turns, of which every kept leaf is trained."""
     leaves: Literal["all", "drop-retries", "longest"] = "drop-retries"
     """Which leaves of a branching history are kept; drop-retries leaves out what a later sibling supersedes."""
 
 
 class ObjectiveSpec(Section):
     reduction: Reduction = "token-mean"
-    """How token losses become one number; the denominator is that of the whole update."""
+    """How token losses become one number; the denominator is always that of the whole update."""
     fixed_length_tokens: PositiveInt | None = None
     """Denominator of `fixed-length` per sequence; null takes `rollout.sampling.max_tokens`."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL to the initial policy; 0 keeps no reference model."""
     kl_in: Literal["loss", "reward"] = "loss"
-    """Where the KL acts."""
+    """Whether the KL is added to the loss or subtracted from the reward."""
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
     entropy_coef: float = 0.0
-    """Entropy bonus."""
+    """Weight of the entropy bonus."""
     old_logprobs: Literal["trainer", "rollout"] = "trainer"
-    """Old policy: recomputed by the trainer before the update, or as the engine recorded it (skips the recompute)."""
+    """Log-probs of the old policy: recomputed by the trainer before the update, or as the engine recorded them, which
+    saves that pass."""
     on_nonfinite: Literal["skip", "stop"] = "stop"
-    """What a NaN or infinity in loss or gradient does to the step."""
+    """Whether a NaN or infinity in loss or gradient skips the update or stops the run."""
 
 
 class OptimizerSpec(Section):
@@ -186,15 +190,15 @@ class OptimizerSpec(Section):
     eps: PositiveFloat = 1e-8
     """AdamW epsilon."""
     weight_decay: NonNegativeFloat = 0.0
-    """Decoupled; not applied to norms and biases."""
+    """Decoupled weight decay; not applied to norms and biases."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
+    """Shape of the learning rate after the warm-up."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up."""
     min_lr_ratio: Fraction = 0.0
     """Where linear and cosine end, as a fraction of `lr`."""
     clip_grad_norm: PositiveFloat | None = 1.0
-    """Global gradient norm; null is off."""
+    """Largest global gradient norm; larger gradients are scaled down; null is off."""
 
 
 class ScheduleSpec(Section):
@@ -212,20 +216,21 @@ class ScheduleSpec(Section):
     update_weights_interval: PositiveInt = 1
     """Publish weights after every so many steps; the age of data counts published versions, not steps."""
     on_weight_update: Literal["retract", "in-place", "abort"] = "retract"
-    """Requests in flight at a weight update: start over from their ids with their tokens kept, go on over their old KV,
-    or end."""
+    """What happens to requests in flight at a weight update. retract: their prefix is computed again, and the sampled
+    tokens are kept; in-place: they continue with their old key-values; abort: they end."""
     max_concurrent_samples: PositiveInt | None = None
-    """Trajectories in flight, fully-async; null takes one batch."""
+    """Trajectories in flight in a fully asynchronous run; null takes one batch."""
     refill: Literal["sample", "group"] = "sample"
-    """A new group starts once a group's worth of trajectories has finished, or once a whole group has."""
+    """When another group starts: once as many trajectories as a group has are finished (sample), or once a whole group
+    is (group)."""
     max_weight_staleness: NonNegativeInt | None = None
-    """Published versions that the oldest token of a group may be behind when it is trained; null is no limit."""
+    """How many published versions the oldest token of a group may be behind when it is trained; null is no limit."""
     unused_groups: Literal["drop", "retry"] = "drop"
-    """What becomes of prompts whose group failed or grew stale."""
+    """What happens to prompts whose group failed or grew stale."""
     buffer: Pick = Pick(use="bounded")
     """Holds finished groups until the trainer takes them."""
     drain_s: NonNegativeFloat = 30.0
-    """Seconds that trajectories in flight get to finish when the run is stopped; the prompts of the rest start anew
+    """Seconds that trajectories in flight get to finish when the run is stopped; the prompts of the others start again
     when it is resumed."""
 
 
@@ -233,11 +238,11 @@ class PlacementSpec(Section):
     mode: Literal["colocated", "separate"] = "colocated"
     """colocated: trainer and engines share devices; separate: each has its own."""
     trainer_ranks: PositiveInt = 1
-    """Data-parallel ranks of the trainer."""
+    """Ranks of the trainer."""
     engines: PositiveInt = 1
     """Engine replicas."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """auto takes CUDA when it is there."""
+    """auto takes CUDA if it is available."""
 
 
 class PrecisionSpec(Section):
@@ -256,56 +261,57 @@ class EvalSpec(Section):
     sampling: EvalSamplingSpec = EvalSamplingSpec()
     """How evaluation samples."""
     on: Literal["shared", "dedicated", "external"] = "shared"
-    """shared: the engines that roll out, which roll out nothing meanwhile; dedicated: a fleet of its own; external: a
-    function of yours. The last two read a snapshot of the weights while training goes on."""
+    """Who evaluates. shared: the engines that roll out, which meanwhile roll out nothing; dedicated: engines of their
+    own; external: a function of yours. The last two read a snapshot of the weights while training continues."""
     engines: PositiveInt | None = None
-    """Engines of the dedicated fleet, beside placement.engines."""
+    """Number of dedicated engines, besides placement.engines."""
     function: str | None = None
-    """External: module:fn or file.py:fn; called with the snapshot's folder and `facts` in a process of its own."""
+    """For external: module:fn or file.py:fn, which is called with the snapshot's folder and `facts` in a process of its
+    own."""
     max_in_flight: PositiveInt = 2
-    """Dedicated or external: evaluations that may be under way or wait, each with its snapshot on disk."""
+    """For dedicated and external: how many evaluations may run or wait, each with its snapshot on disk."""
     overflow: Literal["wait", "skip"] = "wait"
-    """When one more is due: training waits for the oldest, or the new one is skipped and counted; the last one never
-    is."""
+    """What happens when one more is due: training waits for the oldest, or the new one is skipped and counted. The last
+    one is never skipped."""
     timeout_s: PositiveFloat = 3600.0
-    """Dedicated or external: seconds that one evaluation may take once it began."""
+    """For dedicated and external: seconds that one evaluation may take once it has begun."""
 
 
 class CheckpointSpec(Section):
     every_steps: PositiveInt | None = None
     """Save after these steps; the last step always saves."""
     keep: PositiveInt | None = 2
-    """Newest checkpoints kept; null keeps all."""
+    """How many of the newest checkpoints are kept; null keeps all."""
     export_hf: bool = True
     """Also write the final weights as a Hugging Face folder."""
     restarts: NonNegativeInt = 2
-    """Times within `restarts_within_s` that a run which lost a trainer rank goes back to its last checkpoint by
-    itself."""
+    """How often within `restarts_within_s` a run that lost a trainer rank returns to its last checkpoint by itself."""
     restarts_within_s: PositiveFloat = 86400.0
-    """Seconds that `restarts` counts over."""
+    """The window over which `restarts` counts."""
 
 
 class TrackingSpec(Section):
     dir: PathText = "runs"
     """Folder that holds the run directory."""
     trackers: tuple[Pick, ...] | None = None
-    """Beside metrics.jsonl; null takes TensorBoard where it is installed."""
+    """Trackers besides metrics.jsonl; null takes TensorBoard if it is installed."""
     rollouts_every_steps: PositiveInt = 1
     """Write rollouts/step_*.parquet after these steps."""
 
 
 class WeightsSpec(Section):
     verify: Literal["always", "sampled", "off"] = "always"
-    """Tensors whose live digest each engine proves after an update: all, every eighth in turn, or none."""
+    """Which tensors are compared on the live engines after an update: all, every eighth in turn, or none."""
     probes: Annotated[int, Field(ge=0, le=64)] = 2
-    """Prompts that each engine continues after an update and the trainer scores; finds caches that outlive weights."""
+    """Number of prompts that each engine continues after an update and the trainer scores; finds caches that outlive
+    their weights."""
     timeout_s: PositiveFloat = 1800.0
     """Seconds that staging a version, and each answer of an engine during an update, may take."""
 
 
 class PluginsSpec(Section):
     disable: tuple[str, ...] = ()
-    """Distributions or entry points never to load."""
+    """Distributions or entry points that are never loaded."""
 
 
 class RunSpec(Section):
@@ -314,7 +320,7 @@ class RunSpec(Section):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100)]
     """Name of the run directory."""
     seed: NonNegativeInt = 0
-    """Every random choice derives from it."""
+    """Seed from which every random choice is derived."""
     model: Annotated[ModelSpec, _short("path")]
     """The checkpoint that is trained; a bare text is its `path`."""
     data: Annotated[DataSpec | None, _short("train")] = None
@@ -346,7 +352,7 @@ class RunSpec(Section):
     executor: Pick = Pick(use="inprocess")
     """Places trainer ranks and engines."""
     schedule: ScheduleSpec
-    """How much is done, and in which order."""
+    """How much is done, and in which order things happen."""
     placement: PlacementSpec = PlacementSpec()
     """How many ranks and engines there are, and on which devices."""
     precision: PrecisionSpec = PrecisionSpec()
@@ -356,7 +362,7 @@ class RunSpec(Section):
     checkpoint: CheckpointSpec = CheckpointSpec()
     """When to save, and what to keep."""
     tracking: TrackingSpec = TrackingSpec()
-    """Where the run's record goes."""
+    """Where the files of the run are written."""
     weights: WeightsSpec = WeightsSpec()
     """How it is proved that the engines serve what the trainer has."""
     check_weight_update_equal: bool = False
@@ -368,7 +374,7 @@ class RunSpec(Section):
 
     @property
     def max_in_flight(self) -> int:
-        """Trajectories in flight at most, in a rollout or an evaluation."""
+        """Most trajectories in flight, in a rollout or an evaluation."""
         if self.schedule.mode != "fully-async":
             return self.rollout.max_concurrent
         return self.schedule.max_concurrent_samples or self.schedule.groups_per_step * self.schedule.group_size

@@ -18,7 +18,7 @@ SHOWN_PROBLEMS = 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Columns:
-    """Where each part of a prompt stands in a row."""
+    """The column of each part of a prompt."""
 
     prompt: str = "prompt"
     label: str = "label"
@@ -39,7 +39,7 @@ def read_prompts(
 ) -> tuple[tuple[Prompt, ...], tuple[RowProblem, ...]]:
     """Read a whole dataset.
 
-    A prompt's id is ``<file or folder name>:<line or row>``: stable for as long as the file is, wherever it lies.
+    A prompt's id is ``<file or folder name>:<line or row>``: it does not change if the file is moved to another folder.
 
     Args:
         path: JSONL or Parquet file, or folder saved by Hugging Face `datasets`.

@@ -167,7 +167,7 @@ def promise_of_equality(evidence: Evidence) -> Finding | None:
         since=step,
         says="Engine and trainer promise identical log-probs and give different ones.",
         evidence=(f"step {step}: up to {largest:.3g} nats on fresh tokens, 0 is promised",),
-        try_=("report it with the model's shape, device and dtype; precision.true_on_policy: false goes on without",),
+        try_=("report it with the model's shape, device and dtype; or continue with precision.true_on_policy: false",),
     )
 
 

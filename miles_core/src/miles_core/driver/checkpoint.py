@@ -183,5 +183,5 @@ def _save_error(path: Path, error: OSError) -> CheckpointError:
         "the disk is full; the checkpoint was not saved" if full else f"the checkpoint was not saved ({error})",
         found=f"{free} MiB free",
         where=str(path),
-        do="free space or lower checkpoint.keep, then go on with --resume; earlier checkpoints are intact",
+        do="free space or lower checkpoint.keep, then continue with --resume; earlier checkpoints are intact",
     )

@@ -74,7 +74,7 @@ def _claim(directory: RunDir, resolved: ResolvedRun, *, resume: bool, fresh: boo
             "this run directory holds a run already",
             found=str(directory.path / "run.yaml"),
             where=str(directory.path),
-            do="go on with --resume, keep it aside with --fresh, or give this run another `name`",
+            do="continue it with --resume, keep it aside with --fresh, or give this run another `name`",
         )
     if resume and not directory.exists():
         raise RunError(

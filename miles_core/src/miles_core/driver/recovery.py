@@ -167,7 +167,7 @@ async def recover(run: Run) -> None:
         expected="at least one engine that starts and takes the weights",
         found="; ".join(f"engine {index}: {why}" for index, why in run.pool.lost().items()),
         where="engines",
-        do="look at their logs, then go on with --resume; see rollout.engine_restarts",
+        do="look at their logs, then continue with --resume; see rollout.engine_restarts",
     )
 
 

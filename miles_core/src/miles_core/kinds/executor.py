@@ -52,7 +52,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineSpec:
-    """Everything an engine needs; see `TrainerSpec`. The meaning of most fields is said in `EngineContext`."""
+    """Everything an engine needs; see `TrainerSpec`. `EngineContext` explains most fields."""
 
     load: str
     """``module:Class`` of the engine."""

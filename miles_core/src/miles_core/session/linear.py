@@ -55,7 +55,7 @@ class LinearSession(Session):
         self._tools: tuple[Tool, ...] = ()
         self._generations = 0
         self.routes: Routes | None = None
-        """Routes of the row. Which turn's routes a position keeps is said by `routing.codec.extend`."""
+        """Routes of the row. `routing.codec.extend` decides which turn's routes a position keeps."""
         self.discarded_turns = 0
         self.discarded_tokens = 0
         """Tokens that were sampled in discarded turns, and are not trained."""

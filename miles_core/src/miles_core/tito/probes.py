@@ -1,7 +1,7 @@
 """Short conversations that tell chat templates apart, and the comparison of a family with a template on them.
 
 Every one is a conversation that a template can only write in one way without rewriting what was said before: at most
-one user turn follows reasoning, no system message stands in the middle.
+one user turn follows reasoning, no system message comes in the middle.
 """
 
 from __future__ import annotations

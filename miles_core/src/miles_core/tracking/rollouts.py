@@ -134,7 +134,7 @@ def _unreadable(file: Path, found: str) -> DataError:
         expected="a whole parquet file with the columns of this version",
         found=found,
         where=str(file),
-        do="restore the file, or move it away: the other steps stand on their own",
+        do="restore the file, or move it away: the other steps do not need it",
     )
 
 

@@ -223,5 +223,5 @@ def write_error(path: Path, error: OSError) -> RunError:
     return RunError(
         "the disk is full" if full else f"cannot write: {error}",
         where=str(path),
-        do="free space, then go on with --resume; what was written before stands" if full else "check the folder",
+        do="free space, then continue with --resume; what was written before is intact" if full else "check the folder",
     )
