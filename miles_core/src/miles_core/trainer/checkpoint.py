@@ -4,8 +4,8 @@
       .metadata, *.distcp   masters and AdamW moments, as DCP lays them out
       trainer.json          written last: what must be there, with sizes and digests, after how many updates
 
-A directory without `trainer.json`, or with a file of another size than it says, is half written and refused; one with
-other bytes is damaged and refused. Each rank digests what it wrote, and a share of the files when they are read.
+A directory is refused as half-written if it has no `trainer.json`, or if a file has another size than that says. It is
+refused as damaged if a file has other bytes. Each rank digests what it writes, and a share of the files that are read.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ def _written(directory: Path) -> dict[str, tuple[int, str]]:
 
 
 def _check_digests(directory: Path, files: Mapping[str, Any]) -> None:
-    """Each rank reads its share; all raise when one finds other bytes. Collective."""
+    """Each rank digests its share of the files; all raise if one finds other bytes. Collective.
+
+    This is a pass of its own: DCP then reads only the slices that a rank needs, which no digest covers.
+    """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     share = sorted(files)[rank::world]
     mine = [name for name in share if digest_file(directory / Path(name).name) != files[name][1]]

@@ -135,9 +135,10 @@ class Checkout:
             self._files.remove(path)
 
     def _forget(self, name: str) -> None:
-        """Remove all but `name` and the copy before it; of a version that was refused and published anew, the first."""
-        refused = [each for each in self.complete() if each != name and each[:VERSION] == name[:VERSION]]
-        older = [each for each in self.complete() if each[:VERSION] < name[:VERSION]]
+        """Remove all copies but `name` and the one before it, and what was refused under the version of `name`."""
+        here = self.complete()
+        refused = [each for each in here if each != name and each[:VERSION] == name[:VERSION]]
+        older = [each for each in here if each[:VERSION] < name[:VERSION]]
         for old in refused + older[: 1 - KEPT]:
             self._discard(self._root / old)
 
