@@ -75,6 +75,21 @@ async def test_equal_weights_publish_nothing_and_density_and_bytes_are_reported(
         assert isinstance(receiver, FolderReceiver)
 
 
+async def test_relative_folders_start_where_the_command_was_started(
+    kit: Kit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    transport = DiskDeltaTransport(options(tmp_path, publish_dir="published", local_dir="local"))
+    monkeypatch.chdir(tmp_path / "elsewhere")  # where another process of the run may be
+    monkeypatch.setattr(kit, "make", lambda: transport)
+    async with kit.connected() as connected:
+        await kit.publish(connected, 1)
+    assert list(tmp_path.glob("published/*/weight_v000001"))
+    assert list(tmp_path.glob("local/*/v000001-*"))
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
 async def test_a_checkpoint_of_another_model_is_refused_before_training(kit: Kit, tmp_path: Path) -> None:
     kit.model_path = str(write_example_checkpoint(tmp_path / "other"))
     (tmp_path / "other" / "model-00002-of-00002.safetensors").unlink()

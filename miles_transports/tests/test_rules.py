@@ -79,5 +79,30 @@ def test_urls_need_fsspec(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "disk-delta-url" not in broken_rules(disk_delta("/shared/weights"))
 
 
-def disk_delta(place: str) -> dict[str, str]:
-    return {"use": "disk-delta", "publish_dir": place, "local_dir": "/nvme/weights"}
+@pytest.mark.parametrize(
+    ("published", "local", "apart"),
+    [
+        ("{0}/a", "{0}/b", True),
+        ("{0}/weights", "{0}/weights-here", True),
+        ("s3://bucket{0}/a", "{0}/a", True),
+        ("{0}/a", "{0}/a", False),
+        ("{0}/a", "{0}/b/../a/", False),
+        ("{0}/a", "{0}/a/local", False),
+        ("{0}/b/published", "{0}/b", False),
+        ("file://{0}/a", "{0}/a", False),
+        ("{0}/a", "{0}/link/inside", False),
+        ("a", "{0}/a", False),
+    ],
+)
+def test_the_two_folders_of_disk_delta_are_not_one_inside_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, published: str, local: str, apart: bool
+) -> None:
+    monkeypatch.chdir(tmp_path)  # where relative paths of a run-file start
+    (tmp_path / "a").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "a")
+    pick = disk_delta(published.format(tmp_path), local.format(tmp_path))
+    assert ("disk-delta-folders" not in broken_rules(pick)) is apart
+
+
+def disk_delta(place: str, local: str = "/nvme/weights") -> dict[str, str]:
+    return {"use": "disk-delta", "publish_dir": place, "local_dir": local}

@@ -3,6 +3,27 @@
 from miles_core.plugin import Capability, Rule, conflicts, hookimpl
 
 MILES_API = 1
+DISK_DELTA_RULES = (
+    conflicts(
+        "backend.export_dtype in (float32, bfloat16, float16)",
+        id="disk-delta-checkpoint-dtype",
+        because="disk-delta compares with the checkpoint's bytes, so the export must have its dtypes",
+        instead="backend.export_dtype: checkpoint, or transport: broadcast",
+    ),
+    Rule(
+        id="disk-delta-url",
+        because="disk-delta opens URLs through fsspec, which needs a package for most schemes",
+        instead="pip install miles-transports[object-store] and the scheme's package (s3fs, gcsfs), or a "
+        "folder that every host sees",
+        check="miles_transports.rules:url_opens",
+    ),
+    Rule(
+        id="disk-delta-folders",
+        because="publish_dir is every host's and local_dir each host's own, which it clears of what is old",
+        instead="transport.local_dir: a folder on a disk of each host, beside and not inside publish_dir",
+        check="miles_transports.rules:folders_are_apart",
+    ),
+)
 P2P_RULES = (
     conflicts(
         "placement.mode=colocated",
@@ -65,21 +86,7 @@ def miles_transports() -> list[Capability]:
             load="miles_transports.delta.transport:DiskDeltaTransport",
             options="miles_transports.options:DiskDeltaOptions",
             provides=frozenset({"same-process", "cross-process", "cross-host"}),
-            rules=(
-                conflicts(
-                    "backend.export_dtype in (float32, bfloat16, float16)",
-                    id="disk-delta-checkpoint-dtype",
-                    because="disk-delta compares with the checkpoint's bytes, so the export must have its dtypes",
-                    instead="backend.export_dtype: checkpoint, or transport: broadcast",
-                ),
-                Rule(
-                    id="disk-delta-url",
-                    because="disk-delta opens URLs through fsspec, which needs a package for most schemes",
-                    instead="pip install miles-transports[object-store] and the scheme's package (s3fs, gcsfs), or a "
-                    "folder that every host sees",
-                    check="miles_transports.rules:url_opens",
-                ),
-            ),
+            rules=DISK_DELTA_RULES,
         ),
         Capability(
             name="broadcast",

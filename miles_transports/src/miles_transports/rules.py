@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.util import find_spec
+from pathlib import Path
 
 from miles_core.config.files import absolute
 from miles_core.rules import Facts, Finding
@@ -29,6 +30,29 @@ def url_opens(facts: Facts) -> Iterable[Finding]:
         fsspec.get_filesystem_class(place.rpartition("::")[2].partition("://")[0])
     except (ValueError, ImportError) as error:
         yield Finding(path="transport.publish_dir", found=f"{place}: {error}")
+
+
+def folders_are_apart(facts: Facts) -> Iterable[Finding]:
+    """Hosts build and remove in one of the two what the trainer and other hosts must not meet in the other."""
+    places = [facts.values.get(f"transport.{name}") for name in ("publish_dir", "local_dir")]
+    published, local = (_folder(str(place)) for place in places)
+    if published is None or local is None or None in places:
+        return
+    if published == local:
+        found = f"both folders are {local}"
+    elif published in local.parents:
+        found = f"{local} is inside publish_dir, {published}"
+    elif local in published.parents:
+        found = f"publish_dir, {published}, is inside {local}"
+    else:
+        return
+    yield Finding(path="transport.local_dir", found=found)
+
+
+def _folder(place: str) -> Path | None:
+    """Where a place is on this host, links followed; None of an object store's."""
+    scheme, separator, path = place.rpartition("://")
+    return absolute(path).resolve() if not separator or scheme in ("file", "local") else None
 
 
 def ranks_divide_the_model(facts: Facts) -> Iterable[Finding]:

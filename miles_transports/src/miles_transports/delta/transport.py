@@ -22,6 +22,7 @@ from typing import cast
 import numpy as np
 import torch
 
+from miles_core.config.files import absolute
 from miles_core.kinds.transport import WeightSource
 from miles_core.types import NamedTensor, WeightBucket, WeightManifest
 from miles_transports.delta import tensorfile
@@ -125,7 +126,10 @@ class DiskDeltaTransport(JoinedTransport):
 
     def __init__(self, options: DiskDeltaOptions) -> None:
         super().__init__(options.host, options.timeout_s)
-        self._options = options
+        # Relative folders start where the command was started; ranks and engines may start elsewhere.
+        folders = {name: getattr(options, name) for name in ("publish_dir", "local_dir")}
+        known = {name: str(absolute(place)) for name, place in folders.items() if "://" not in place}
+        self._options = options.model_copy(update=known)
         self._publication: Publication | None = None
         self._base: Path | None = None
 
