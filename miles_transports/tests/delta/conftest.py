@@ -42,6 +42,16 @@ def weights(version: int) -> Weights:
     return made
 
 
+def large(version: int) -> Weights:
+    """Tensors of several pieces each, in which every version changes some elements."""
+    made: Weights = {}
+    for number in range(4):
+        elements = torch.arange(150_000 + number, dtype=torch.int16) * (2 * number + 1)
+        elements[number::97] += 3 * (version + 1)
+        made[f"layers.{number}.weight"] = elements
+    return made
+
+
 @dataclass
 class World:
     """Two ranks, a driver and a host, over one store."""
@@ -53,6 +63,7 @@ class World:
     snapshot_every: int = 0
     keep: int = 2
     visible_s: float = 60.0
+    weights: Callable[[int], Weights] = weights
     sources: list[DeltaSource] = field(default_factory=list)
     publication: Publication | None = None
 
@@ -63,7 +74,7 @@ class World:
         self.publication = Publication(
             store,
             LINEAGE,
-            names=weights(BASE),
+            names=self.weights(BASE),
             encoding=self.encoding,
             kind="xxh3-128",
             snapshot_every=self.snapshot_every,
@@ -92,7 +103,7 @@ class World:
     def publish(self, version: int, tensors: Weights | None = None) -> Key:
         assert self.publication is not None
         base, full = self.publication.begin(version)
-        tensors = weights(version) if tensors is None else tensors
+        tensors = self.weights(version) if tensors is None else tensors
         named = [NamedTensor(name=name, tensor=tensor) for name, tensor in tensors.items()]
         for source in self.sources:
             source.begin(version, base)
@@ -115,17 +126,18 @@ class World:
 
 @pytest.fixture
 def make(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., World]:
-    def made(**kwargs: object) -> World:
+    def made(weights: Callable[[int], Weights] = weights, **kwargs: object) -> World:
         number = len(list(tmp_path.iterdir()))
         base = tmp_path / f"base-{number}"
         base.mkdir()
         tensors = weights(BASE)
         names = sorted(tensors)
-        safetensors.torch.save_file({n: tensors[n] for n in names[:3]}, base / "model-00001-of-00002.safetensors")
-        safetensors.torch.save_file({n: tensors[n] for n in names[3:]}, base / "model-00002-of-00002.safetensors")
+        half = len(names) // 2
+        safetensors.torch.save_file({n: tensors[n] for n in names[:half]}, base / "model-00001-of-00002.safetensors")
+        safetensors.torch.save_file({n: tensors[n] for n in names[half:]}, base / "model-00002-of-00002.safetensors")
         (base / "config.json").write_text("{}")
         store = kwargs.pop("store", None) or FolderStore(tmp_path / f"published-{number}")
-        world = World(base, tmp_path / f"local-{number}", store, **kwargs)  # type: ignore[arg-type]
+        world = World(base, tmp_path / f"local-{number}", store, weights=weights, **kwargs)  # type: ignore[arg-type]
         request.addfinalizer(world.close)
         world.start()
         return world
@@ -133,7 +145,7 @@ def make(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., World]
     return made
 
 
-def holds(folder: Path, version: int) -> bool:
+def holds(folder: Path, version: int, weights: Callable[[int], Weights] = weights) -> bool:
     found = {name: t for file in folder.glob("*.safetensors") for name, t in safetensors.torch.load_file(file).items()}
     expected = weights(version)
     return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)

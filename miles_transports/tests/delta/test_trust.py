@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import threading
 import time
@@ -68,6 +69,7 @@ def test_a_half_applied_delta_is_caught_by_the_checksum_of_the_result(make: Call
     safetensors.torch.save_file(mixed, target)
     assert holds(world.checkout().materialise(key), 1)
     assert len(world.checkout().complete()) == 1, "the damaged copy was kept"
+    assert not list(half.parent.glob(".partial-*")), "what was given up takes room"
 
 
 def test_ranks_that_disagree_on_a_replicated_tensor_publish_nothing(make: Callable[..., World]) -> None:
@@ -172,6 +174,47 @@ def test_processes_of_one_host_build_a_version_once(make: Callable[..., World]) 
     assert len(set(found)) == 1
     assert len(found) == 3
     assert len(renames) == 1
+
+
+def test_hosts_whose_locks_do_not_hold_for_one_another_get_whole_copies_or_an_error(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One `local_dir` on a network file system for several hosts: one clears away what the other is about to finish."""
+    monkeypatch.setattr(fcntl, "flock", lambda handle, operation: None)
+    world, built, go_on = make(), threading.Event(), threading.Event()
+    key = world.publish(0)
+    outcomes: list[Path | TransportError] = []
+
+    class First(Files):
+        def rename(self, source: Path, target: Path) -> None:
+            built.set()
+            assert go_on.wait(60)
+            super().rename(source, target)
+
+    class Second(Files):
+        def remove(self, path: Path) -> None:
+            if path.is_dir():
+                min(path.glob("*.safetensors")).unlink()
+                go_on.set()
+                first.join(60)
+            super().remove(path)
+
+    def build(files: Files) -> None:
+        try:
+            outcomes.append(world.checkout(files).materialise(key))
+        except TransportError as error:
+            outcomes.append(error)
+
+    first = threading.Thread(target=build, args=(First(),))
+    first.start()
+    assert built.wait(60)
+    build(Second())
+    for name in world.checkout().complete():
+        assert holds(world.local / LINEAGE / name, 0), f"{name} looks complete and is not"
+    refused, whole = outcomes
+    assert "transport.local_dir" in str(refused)
+    assert isinstance(whole, Path)
+    assert holds(whole, 0)
 
 
 def test_a_rank_keeps_bytes_of_its_own_share_only(make: Callable[..., World]) -> None:

@@ -48,8 +48,19 @@ class Other:
         return int(self.process.stdout.readline())
 
 
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Other]:
+    """For tests that leave it alive; what it holds is another test's."""
+    yield from living()
+
+
 @pytest.fixture
 def other() -> Iterator[Other]:
+    """For a test that hurts it."""
+    yield from living()
+
+
+def living() -> Iterator[Other]:
     started = Other()
     yield started
     started.process.kill()
@@ -66,19 +77,19 @@ def wire() -> Iterator[Wire]:
     opened.close()
 
 
-def noise(num_bytes: int = SIZE) -> torch.Tensor:
-    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1))
+def noise(num_bytes: int = SIZE, seed: int = 1) -> torch.Tensor:
+    return torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_bytes_arrive_as_they_were_in_more_segments_than_one_call_takes(wire: Wire, other: Other) -> None:
+def test_bytes_arrive_as_they_were_in_more_segments_than_one_call_takes(wire: Wire, shared: Other) -> None:
     data = noise()
     wire.register(data)
     count = 2 * MAX_SEGMENTS + 3
     step = SIZE // count
     ends = [*range(0, step * count, step), SIZE]
     segments = [Segment(start, end - start, start) for start, end in itertools.pairwise(ends)]
-    wire.write(data, other.peer, segments, what="bucket 0")
-    assert other.checksum() == zlib.crc32(data.numpy().data)
+    wire.write(data, shared.peer, segments, what="bucket 0")
+    assert shared.checksum() == zlib.crc32(data.numpy().data)
 
 
 def test_a_killed_target_fails_the_write_and_is_named(wire: Wire, other: Other) -> None:
@@ -108,22 +119,22 @@ def test_a_hung_target_fails_the_write_after_the_timeout(
         os.kill(other.process.pid, signal.SIGCONT)
 
 
-def test_a_corrupt_address_fails_and_the_target_lives_on(wire: Wire, other: Other) -> None:
-    data = noise()
+def test_a_corrupt_address_fails_and_the_target_lives_on(wire: Wire, shared: Other) -> None:
+    data = noise(seed=2)
     wire.register(data)
-    wrong = replace(other.peer, address=0x1234000)
+    wrong = replace(shared.peer, address=0x1234000)
     with pytest.raises(TransportError, match="the write failed"):
         wire.write(data, wrong, [Segment(0, 4096, 0)], what="bucket 0")
-    wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="bucket 0")
-    assert other.checksum() == zlib.crc32(data.numpy().data)
+    wire.write(data, shared.peer, [Segment(0, SIZE, 0)], what="bucket 0")
+    assert shared.checksum() == zlib.crc32(data.numpy().data)
 
 
-def test_a_write_past_the_end_is_refused_before_anything_moves(wire: Wire, other: Other) -> None:
-    data = noise()
-    empty = other.checksum()
+def test_a_write_past_the_end_is_refused_before_anything_moves(wire: Wire, shared: Other) -> None:
+    data = noise(seed=3)
+    before = shared.checksum()
     with pytest.raises(TransportError, match="leave the engine's registered memory"):
-        wire.write(data, other.peer, [Segment(0, 100, 0), Segment(0, 100, SIZE - 50)], what="bucket 0")
-    assert other.checksum() == empty
+        wire.write(data, shared.peer, [Segment(0, 100, 0), Segment(0, 100, SIZE - 50)], what="bucket 0")
+    assert shared.checksum() == before
 
 
 def test_nobody_listening_is_an_error_at_once(wire: Wire) -> None:

@@ -8,7 +8,8 @@
 A version is built from the nearest one that is complete here, through every version published since (catch-up), or
 from a full snapshot when that chain is broken. Files that no tensor changed in are shared by hard link. No file is ever
 written over: whoever has an older copy mapped, as `from_pretrained` does, keeps its bytes, and a crash at any point
-leaves complete folders and rubbish, never something in between.
+leaves complete folders and rubbish, never something in between. A folder is removed under another name: so the same
+holds where several hosts share a folder and the lock does not work between them, and all but one of them get an error.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import itertools
 import os
 import shutil
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -132,7 +134,8 @@ class Checkout:
 
     def _clean(self) -> None:
         for path in self._root.glob(".partial-*"):
-            self._files.remove(path)
+            with contextlib.suppress(FileNotFoundError):  # a host whose lock does not hold here removed it as well
+                self._discard(path)
 
     def _forget(self, name: str) -> None:
         """Remove all copies but `name` and the one before it, and what was refused under the version of `name`."""
@@ -143,9 +146,8 @@ class Checkout:
             self._discard(self._root / old)
 
     def _discard(self, folder: Path) -> None:
-        """Remove a copy: first its name, since a folder that is half removed must not look complete."""
-        doomed = folder.with_name(f".partial-old-{folder.name}-{os.getpid()}")
-        self._files.remove(doomed)
+        """Remove a folder: first its name, since what is half removed must not be complete, or become so."""
+        doomed = self._root / f".partial-old-{uuid.uuid4().hex}"
         self._files.rename(folder, doomed)
         self._files.remove(doomed)
 
@@ -159,6 +161,7 @@ class Checkout:
             except ChecksumMismatch as error:
                 # A local copy or a delta is damaged; the next way may not need it.
                 failures.append(error.message)
+                self._clean()
                 if start != CHECKPOINT:
                     self._discard(self.folder(start))
         raise TransportError(
@@ -187,8 +190,7 @@ class Checkout:
             raise TransportError(
                 f"version {version} changes tensors that the checkpoint does not have", found=name_some(unknown)
             )
-        partial = target.with_name(f".partial-{target.name}-{os.getpid()}")
-        self._files.remove(partial)  # of another way that was tried before
+        partial = target.with_name(f".partial-{target.name}-{uuid.uuid4().hex}")  # nobody else's, on no host
         touched = {path for path in source.files if changes.names & source.headers[path].entries.keys()}
         self._files.make_dir(partial)
         for path in sorted(source.path.iterdir()):
