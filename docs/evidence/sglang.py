@@ -134,7 +134,7 @@ def train(folder: Path, path: Path, steps: int, deadline: float) -> None:
         [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
         for file in (directory / "metrics.jsonl", directory / "timings.jsonl")
     )
-    keys = [key for key in (metrics[-1] if metrics else {}) if key.startswith("contract/")]
+    keys = [key for key in (metrics[-1] if metrics else {}) if key.startswith("contract/") and "ratio" not in key]
     for line in metrics[:: max(1, len(metrics) // 4)]:
         figures = "  ".join(
             f"{key.removeprefix('contract/')} {line[key]:.3g}" for key in keys if line.get(key) is not None
