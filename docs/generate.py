@@ -35,8 +35,8 @@ NOTE = "<!-- Written by docs/generate.py; edit the models and rules it reads, th
 RUN_FILE_HEAD = """\
 # The run-file
 
-A run is described by one file in YAML 1.2 (or TOML, by the suffix `.toml`). Core sections are the tables below.
-Whatever does the work is *picked* by name, and a pick's own options stand beside the name:
+A run is described by one file in YAML 1.2 (or in TOML, if its name ends in `.toml`). The tables below list the sections of
+the core. The parts that do the work are *picked* by name, and the options of a pick are written beside its name:
 
     name: first
     model: models/smollm2-135m            # short for {path: models/smollm2-135m}
@@ -50,23 +50,23 @@ Whatever does the work is *picked* by name, and a pick's own options stand besid
 * `miles init` writes a commented run-file for what is installed; `miles schema` prints a JSON schema for your editor.
 * `--set section.key=value` overrides one value, read as YAML: `--set optimizer.lr=1e-5`, `--set rewards.0.weight=2`.
   Setting a pick replaces it whole (`--set transport=broadcast`), so that no option of the old one lingers.
-* Relative paths start where you start `miles`, not where the file is.
+* Relative paths are relative to where you start `miles`, not to the file.
 * Values are those of YAML 1.2: `1e-6` is a number, `on` and `12:30` are text, a key written twice is an error. Text is
   never taken for a number, nor `true` for 1. TOML has no null; leave the key out, or use YAML.
-* A key that the run would not read is an error. The run directory keeps the file as `run.yaml`, every default written
-  out.
+* A key that the run would not read is an error. The run directory keeps the file as `run.yaml`, with every default
+  written out.
 
-What may be combined with what is on the page [Compatibility](compatibility.md).
+The page [Compatibility](compatibility.md) says what may be combined with what.
 """
 
 COMPATIBILITY_HEAD = """\
 # Compatibility
 
 `miles validate` applies everything on this page before a run takes any process, GPU or port, and reports all violations
-together. The id in brackets of a report is the heading here.
+together. A report gives the id of each violation in brackets; look for it among the headings here.
 
-A rule belongs to the capability it is listed under and is in force only while a run-file picks that. Checks named `MIL`
-belong to core. Plugins bring rules of their own; `miles plugins show KIND NAME` prints them.
+A rule belongs to the capability under which it is listed, and applies only if a run-file picks that capability. Checks
+named `MIL` belong to the core. Plugins have rules of their own; `miles plugins show KIND NAME` prints them.
 """
 
 
@@ -156,7 +156,7 @@ def _table(header: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str
 
 def compatibility_page() -> str:
     """docs/compatibility.md"""
-    lines = [NOTE, "", COMPATIBILITY_HEAD, "## Core's keys", ""]
+    lines = [NOTE, "", COMPATIBILITY_HEAD, "## Keys of the core", ""]
     for check in sorted(CORE_CHECKS, key=lambda each: each.id):
         lines += [f"### {check.id}", "", f"{check.about} Do: {check.do}.", ""]
     lines += ["## Files", ""]
