@@ -11,6 +11,7 @@ from miles_core.testing.architecture import DENSE, SPARSE, ArchitectureConforman
 
 from .models import write_models
 
+pytestmark = pytest.mark.slow  # test_shapes holds the same tables in other shapes
 TABLES = "miles_megatron.architectures"
 
 
@@ -31,31 +32,26 @@ class TestGlm4Moe(Kit):
     layouts: ClassVar[Layouts] = SPARSE
 
 
-@pytest.mark.slow
 class TestQwen3Moe(Kit):
     load, model = f"{TABLES}.sparse:QWEN3_MOE", "qwen3-moe"
     layouts: ClassVar[Layouts] = SPARSE
 
 
-@pytest.mark.slow
 class TestDeepseekV3(Kit):
     load, model = f"{TABLES}.sparse:DEEPSEEK_V3", "deepseek-v3"
     layouts: ClassVar[Layouts] = SPARSE
 
 
-@pytest.mark.slow
 class TestLlama(Kit):
     load, model = f"{TABLES}.dense:LLAMA", "llama"
     layouts: ClassVar[Layouts] = DENSE
 
 
-@pytest.mark.slow
 class TestQwen2(Kit):
     load, model = f"{TABLES}.dense:QWEN2", "qwen2"
     layouts: ClassVar[Layouts] = DENSE
 
 
-@pytest.mark.slow
 class TestQwen3(Kit):
     load, model = f"{TABLES}.dense:QWEN3", "qwen3"
     layouts: ClassVar[Layouts] = DENSE

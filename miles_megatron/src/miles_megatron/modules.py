@@ -144,7 +144,8 @@ class Experts(MegatronModule):  # type: ignore[misc]
 
 def _grouped(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """f[T, a] in groups that end at i32[E], f[E, a, b]  ->  f[T, b]: each group times its matrix."""
-    if rows.is_cuda and rows.dtype != torch.bfloat16:  # torch groups only bfloat16 there
+    even = all(width * rows.element_size() % 16 == 0 for width in matrices.shape[1:])
+    if not even or (rows.is_cuda and rows.dtype != torch.bfloat16):  # torch groups nothing else
         sizes = torch.diff(ends, prepend=ends.new_zeros(1)).tolist()
         return torch.cat([part @ matrix for part, matrix in zip(torch.split(rows, sizes), matrices, strict=True)])
     product: Tensor = F.grouped_mm(rows, matrices, offs=ends)
