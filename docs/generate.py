@@ -47,6 +47,8 @@ the core. The parts that do the work are *picked* by name, and the options of a 
     schedule: {steps: 60}
 
 * `miles validate run.yaml` reports everything that is wrong at once, each with its line and remedy. Exit code 2.
+  Once the keys are right it also looks at what the start needs: the first rows of the data, the token family on the
+  model's tokenizer, what your functions import, the agent's program, the Python that has SGLang. It starts nothing.
 * `miles init` writes a commented run-file for what is installed; `miles schema` prints a JSON schema for your editor.
 * `--set section.key=value` overrides one value, read as YAML: `--set optimizer.lr=1e-5`, `--set rewards.0.weight=2`.
   Setting a pick replaces it whole (`--set transport=broadcast`), so that no option of the old one lingers.

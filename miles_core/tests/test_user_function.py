@@ -9,7 +9,7 @@ import pytest
 
 from miles_core.errors import PluginError
 from miles_core.registry import load_target
-from miles_core.user_function import function_target
+from miles_core.user_function import absent_import, function_target
 
 GIVEN = {
     "globals": "globals()['sco' + 're'] = len\n",
@@ -74,3 +74,37 @@ def test_what_no_import_gives_is_refused_with_what_python_says(tmp_path: Path, t
         function_target("reward", "m.py:score", tmp_path)
     with pytest.raises(PluginError):
         load_target(f"{tmp_path}/m.py:score")
+
+
+OWN = "own_module_of_a_test"
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("import json, nosuch.part\n", 1),
+        ('"""What it is about."""\nfrom __future__ import annotations\nimport json\nfrom nosuch import x\n', 4),
+        ("import pytest\nimport nosuch\n", 2),
+        ("import json\nfrom pathlib import Path\n", None),
+        ("try:\n    import nosuch\nexcept ImportError:\n    nosuch = None\n", None),
+        ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import nosuch\n", None),
+        ("import sys\nsys.path.insert(0, '.')\nimport nosuch\n", None),
+        (f"import {OWN}\nimport nosuch\n", None),  # which may extend the path
+        ("def score(scored):\n    import nosuch\n", None),
+    ],
+)
+def test_an_import_that_certainly_fails_is_found_without_running_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, line: int | None
+) -> None:
+    (tmp_path / f"{OWN}.py").write_text("raise RuntimeError('it was run')")
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "scores.py").write_text(text)
+    found = absent_import(f"{tmp_path}/scores.py:score")
+    told = f"line {line} of {tmp_path}/scores.py imports `nosuch`, and there is no such module here"
+    assert found == (told if line else None)
+
+
+@pytest.mark.parametrize("target", ["json:loads", "nosuch.part:score", "x" * 5000 + ":score"])
+def test_a_module_is_looked_up_and_not_imported(target: str) -> None:
+    found = absent_import(target)
+    assert (found is None) == (target == "json:loads")

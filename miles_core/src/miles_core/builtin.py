@@ -47,6 +47,14 @@ def miles_environments() -> Iterable[Capability]:
             load="miles_core.rollout.agent:AgentEnvironment",
             options=f"{_OPTIONS}:AgentOptions",
             provides=frozenset({"multi-turn"}),
+            rules=(
+                Rule(
+                    id="agent-starts",
+                    check="miles_core.rollout.agent_rule:agent_starts",
+                    because="without it every episode would fail",
+                    instead="name what is there; relative paths start where you start miles",
+                ),
+            ),
         ),
     ]
 

@@ -32,6 +32,8 @@ from miles_core.user_function import function_target
 
 DISABLE_VARIABLE = "MILES_DISABLE_PLUGINS"
 CORE = "miles-core"
+USER = "run-file"
+"""Stands for the distribution of a function that a run-file names."""
 FUNCTION_KINDS = frozenset({"reward", "filter", "matcher", "advantage", "loss", "correction"})
 """Kinds for which a run-file may name a plain function: ``module:attr`` or ``file.py:fn``."""
 
@@ -343,7 +345,7 @@ def _user_function(kind: str, use: str, base: Path) -> Entry:
             do=f"miles plugins new {kind} NAME makes a plugin of your class",
         )
     capability = Capability(name=use, summary="a function of yours", load=function_target(kind, use, base))
-    return Entry(kind=kind, capability=capability, distribution="run-file", version="", plugin="")
+    return Entry(kind=kind, capability=capability, distribution=USER, version="", plugin="")
 
 
 def _load_file(path: Path) -> ModuleType:

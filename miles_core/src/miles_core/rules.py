@@ -12,6 +12,7 @@ Literals are written as in YAML: ``null``, ``true``, numbers, bare text. No cond
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,6 +39,8 @@ class Facts:
     """Dotted path in the run-file to its value; picks appear as ``<path>.use`` and ``<path>.<option>``."""
     tags: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Kind to the tags its picked capabilities provide, all of them together."""
+    here: bool = True
+    """Whether the run is to be started on this machine: only then does it matter what is installed and writable."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,6 +99,7 @@ class Condition:
         return f"{self.subject}: {_text(facts.values.get(self.subject))}"
 
 
+@functools.cache
 def parse(text: str) -> Condition:
     """Parse one condition.
 

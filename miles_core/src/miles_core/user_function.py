@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import sys
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
 
@@ -64,3 +67,48 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
     for each in code.co_consts:
         if isinstance(each, CodeType):
             yield from _codes(each)
+
+
+def absent_import(target: str) -> str | None:
+    """What a function's module certainly cannot import on this machine, for an error; None if nothing.
+
+    Of a file, only imports before any other code are judged: what comes first may extend `sys.path`, or catch the
+    error. So may a module that belongs to no installed distribution.
+
+    Args:
+        target: As `function_target` gives it; a file of which it approved.
+    """
+    place = target.rpartition(":")[0]
+    if not place.endswith(".py"):
+        top = place.partition(".")[0]
+        return f"there is no module `{top}` here" if _is_absent(top) else None
+    for node in ast.parse(Path(place).read_bytes()).body:
+        if isinstance(node, ast.Import):
+            names = [each.name for each in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names = [node.module] if node.module and not node.level else []
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
+            continue  # what the module is about
+        else:
+            return None
+        for top in (name.partition(".")[0] for name in names):
+            if _is_absent(top):
+                return f"line {node.lineno} of {place} imports `{top}`, and there is no such module here"
+            if not _is_distributed(top):
+                return None
+    return None
+
+
+def _is_absent(module: str) -> bool:
+    try:
+        return module not in sys.modules and find_spec(module) is None
+    except (ImportError, OSError, ValueError):  # a finder's own trouble: the import itself will tell
+        return False
+
+
+def _is_distributed(module: str) -> bool:
+    if module in sys.stdlib_module_names:
+        return True
+    found = sys.modules.get(module)
+    spec = found.__spec__ if found is not None else find_spec(module)
+    return spec is not None and any(part in (spec.origin or "") for part in ("site-packages", "dist-packages"))

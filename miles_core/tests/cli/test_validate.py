@@ -11,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from miles_core.cli import main
+from miles_core.testing.tiny import write_tiny_tokenizer
 
 BAD = "name: x\nmodel: absent\nschedule: {steps: 3, grup_size: 4}\n"
 
@@ -82,8 +83,7 @@ def test_init_names_a_model_that_is_there_and_the_run_validates(
     (model / "config.json").write_text("{}")
     header = b'{"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}'
     (model / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
-    (model / "tokenizer.json").write_text("{}")
-    (model / "chat_template.jinja").write_text("{{ messages }}")
+    write_tiny_tokenizer(model)
     monkeypatch.chdir(tmp_path)
     assert CliRunner().invoke(main, ["init"]).exit_code == 0
     result = CliRunner().invoke(main, ["validate", "run.yaml"])

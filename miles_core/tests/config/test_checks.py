@@ -48,6 +48,7 @@ SOUND_BUT_FOR = {
     "MIL701": ["model=model/config.json"],
     "MIL703": ["data.train=absent.jsonl"],
     "MIL704": ["data.eval=./train.jsonl", "eval.every_steps=1"],
+    "MIL705": ["rewards=['nosuch_module:score']"],
     "MIL801": ["precision.true_on_policy=true"],
     "MIL802": ["precision.true_on_policy=true", "model=exact", "backend=plain"],
     "MIL803": ["precision.true_on_policy=true", "model=exact", "objective.old_logprobs=rollout"],
@@ -84,7 +85,7 @@ def test_each_check_finds_its_fault_alone(workplace: Path, registry: Registry, i
 
 
 def test_every_check_is_tried_above() -> None:
-    tried = {*SOUND_BUT_FOR, "MIL702"}
+    tried = {*SOUND_BUT_FOR, "MIL702", "MIL706", "MIL707"}  # the last two in test_first_look
     assert {check.id for check in (*CORE_CHECKS, *UNUSED, *FILE_CHECKS)} == tried
 
 
@@ -113,6 +114,8 @@ def test_functions_of_the_run_file_are_bound_by_their_files(
     workplace: Path, registry: Registry, text: str, name: str, found: str | None
 ) -> None:
     (workplace / "scores.py").write_text(text)
+    absent = ("data.eval=heldout.jsonl", "eval={every_steps: 1, on: external, function: 'nosuch_module:score'}")
+    assert [(problem.rule, problem.path) for problem in problems(registry, *absent)] == [("MIL705", "eval.function")]
     external = ("data.eval=heldout.jsonl", f"eval={{every_steps: 1, on: external, function: 'scores.py:{name}'}}")
     for given in (external, (f"rewards=['scores.py:{name}']",)):
         messages = [problem.message.replace(f"{workplace}/", "") for problem in problems(registry, *given)]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from miles_core.registry import load_target
 from miles_core.rules import evaluate
 from miles_sglang.options import SglangOptions
 from miles_sglang.plugin import miles_engines
+from miles_sglang.rules import sglang_is_there
 
 ONE = ["http://a:1"]
 
@@ -27,7 +30,7 @@ def fired(engine: dict[str, Any], *, engines: int = 1, verify: str = "off", min_
         "rollout": {"sampling": {"min_p": min_p}},
     }
     rules = [(rule, "miles-sglang") for rule in capability.rules]
-    return [violation.rule.id for violation in evaluate(rules, facts_of(sections, {}), load_target)]
+    return [violation.rule.id for violation in evaluate(rules, facts_of(sections, {}, here=False), load_target)]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +71,49 @@ def test_sound_options_pass(engine: dict[str, Any], others: dict[str, Any]) -> N
 )  # fmt: skip
 def test_each_other_is_refused_by_its_rule(rule: str, engine: dict[str, Any], others: dict[str, Any]) -> None:
     assert fired(engine, **others) == [rule]
+
+
+def missing(engine: dict[str, Any], **facts: Any) -> list[str]:
+    """What the rule `sglang-starts` says of these options."""
+    options = SglangOptions.model_validate(engine).model_dump(mode="json")
+    told = facts_of({"engine": options}, facts.pop("tags", {}), **facts)
+    return [finding.found for finding in sglang_is_there(told)]
+
+
+THERE: dict[str, Any] = {"module": "json.tool"}
+ABSENT: dict[str, Any] = {"module": "nosuch_server.launch"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "found"),
+    [
+        (THERE, None),
+        ({**THERE, "python": sys.executable}, None),
+        (ABSENT, f"{sys.executable} has no module `nosuch_server`"),
+        ({**THERE, "python": "/opt/nowhere/bin/python"}, "there is no program /opt/nowhere/bin/python"),
+        ({**THERE, "python": "python3", "env": {"PATH": "/nowhere"}}, "there is no program python3"),
+        ({**THERE, "python": "false"}, "is no Python: exit code 1"),
+        ({**ABSENT, "urls": ONE}, None),
+    ],
+)
+def test_an_interpreter_without_sglang_is_refused_before_the_run(engine: dict[str, Any], found: str | None) -> None:
+    said = missing(engine)
+    assert len(said) == (found is not None)
+    assert found is None or found in said[0]
+
+
+def test_sglang_is_looked_up_where_the_server_will_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "nosuch_server"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('it was imported')")
+    assert missing({**ABSENT, "python_path": [str(tmp_path)]}) == []
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))  # which no server inherits
+    assert len(missing(ABSENT)) == 1
+
+
+def test_nothing_is_asked_for_servers_that_are_not_started_here() -> None:
+    assert missing(ABSENT, here=False) == []
+    assert missing(ABSENT, tags={"executor": frozenset({"places-processes"})}) == []
 
 
 @pytest.mark.parametrize(

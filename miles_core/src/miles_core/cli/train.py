@@ -20,15 +20,17 @@ def command(run_file: Path, overrides: tuple[str, ...], resume: bool, fresh: boo
     from miles_core import plan as plans
     from miles_core.config.load import load
     from miles_core.config.resolve import resolve
+    from miles_core.driver.first_look import first_look
     from miles_core.registry import discover
 
     if resume and fresh:
         raise click.UsageError("--resume continues a run and --fresh starts a new one; choose one")
     source = load(run_file, overrides)
     registry = discover(source.disabled_plugins())
-    for warning in registry.warnings:
+    warnings = list(registry.warnings)
+    resolved = resolve(source, registry, look=lambda run: first_look(run, registry, warn=warnings.append))
+    for warning in warnings if dry_run else registry.warnings:  # the run itself says what it meets at its start
         click.echo(f"warning: {warning}", err=True)
-    resolved = resolve(source, registry)
     plan = plans.make_plan(resolved, plans.Host.here())
     if dry_run:
         click.echo(plans.render(plan))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Iterator
 
 import click
 
+from miles_core.config.checks import Found
 from miles_core.config.load import load
 from miles_core.config.problems import RunFileError, render_json, render_text
-from miles_core.config.resolve import resolve
-from miles_core.registry import discover
+from miles_core.config.resolve import ResolvedRun, resolve
+from miles_core.registry import Registry, discover
 
 INVALID = 2
 
@@ -24,9 +27,19 @@ def command(run_file: str, overrides: tuple[str, ...], as_json: bool) -> None:
         source = load(run_file, overrides)
         registry = discover(disable=source.disabled_plugins())
         for warning in registry.warnings:
-            click.echo(f"warning: {warning}", err=True)
-        resolve(source, registry)
+            _warn(warning)
+        resolve(source, registry, look=functools.partial(_look, registry))
     except RunFileError as error:
         click.echo(render_json(error.problems) if as_json else render_text(error.problems))
         sys.exit(INVALID)
     click.echo(render_json(()) if as_json else f"{run_file}: no problems.")
+
+
+def _look(registry: Registry, run: ResolvedRun) -> Iterator[Found]:
+    from miles_core.driver.first_look import first_look  # numpy and more, which a misspelt key need not wait for
+
+    return first_look(run, registry, warn=_warn)
+
+
+def _warn(text: str) -> None:
+    click.echo(f"warning: {text}", err=True)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from miles_core.config.checks import Found
 from miles_core.config.model_folder import ModelFolderError, read_model_folder
 from miles_core.config.spec import RunSpec
+from miles_core.user_function import absent_import
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
 """Kinds of file that hold prompts; a folder is one that `datasets` saved."""
@@ -19,7 +20,7 @@ DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
 
 @dataclass(frozen=True, slots=True)
 class FileCheck:
-    """For the documentation; the functions below find them."""
+    """For the documentation; the functions below find them, and `driver.first_look` the last two."""
 
     id: str
     about: str
@@ -30,6 +31,9 @@ FILE_CHECKS = (
     FileCheck("MIL702", "The model folder holds tokenizer.json and a chat template."),
     FileCheck("MIL703", "Data is a JSONL or Parquet file with something in it, or a folder saved by `datasets`."),
     FileCheck("MIL704", "The held-out split is not the training file."),
+    FileCheck("MIL705", "What a function of the run-file imports is installed."),
+    FileCheck("MIL706", "The first rows of data hold prompts; `miles validate` and `miles train` look at them."),
+    FileCheck("MIL707", "The token family can write for the model's tokenizer; both commands open it."),
 )
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -55,6 +59,18 @@ def check_files(spec: RunSpec) -> Iterator[Found]:
                 yield _found(
                     "MIL704", "data.eval", "it is the training file itself", "name a file the run never trains on"
                 )
+
+
+def check_imports(functions: Iterable[tuple[str, str]]) -> Iterator[Found]:
+    """Every function whose module cannot be imported here, as far as that is certain without running it.
+
+    Args:
+        functions: (path in the run-file, what `registry.load_target` takes)
+    """
+    for path, target in functions:
+        if absent := absent_import(target):
+            do = "install it for the Python that runs miles; a function in a file is written file.py:function"
+            yield replace(_found("MIL705", path, absent, do), show=False)
 
 
 def _attempt(check: Callable[[str, str], Iterator[Found]], path: str, text: str) -> list[Found]:

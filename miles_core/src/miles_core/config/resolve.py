@@ -6,9 +6,9 @@ that would read it are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from miles_core.capability import KINDS, Capability, Rule, State, architecture_name
@@ -16,16 +16,18 @@ from miles_core.config import checks, translate
 from miles_core.config.checks_async import ASYNC_CHECKS
 from miles_core.config.checks_eval import EVAL_CHECKS
 from miles_core.config.checks_model import MODEL_CHECKS
-from miles_core.config.files import absolute, check_files
+from miles_core.config.files import absolute, check_files, check_imports
 from miles_core.config.load import KeyPath, Source, dotted
-from miles_core.config.picks import SECTIONS, default_pick, kind_at
+from miles_core.config.picks import SECTIONS, default_pick
 from miles_core.config.problems import Problem, RunFileError
+from miles_core.config.salvage import whole, without
 from miles_core.config.spec import RewardPick, RunSpec
 from miles_core.config.true_on_policy import TRUE_ON_POLICY
 from miles_core.config.unused import check_unused
 from miles_core.errors import PluginError
-from miles_core.registry import Entry, Registry, load_target
+from miles_core.registry import USER, Entry, Registry, load_target
 from miles_core.rules import Facts, Violation, evaluate, parse
+from miles_core.user_function import function_target
 
 CORE_CHECKS = (*checks.CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *MODEL_CHECKS, *TRUE_ON_POLICY)
 """What must hold between core's own keys."""
@@ -62,6 +64,10 @@ class ResolvedRun:
     """The `load` of every architecture that a plugin provides, by name. The checkpoint decides which is used."""
 
 
+Look = Callable[[ResolvedRun], Iterable[checks.Found]]
+"""What opens parts of a run whose keys are sound, to find out what only they can tell."""
+
+
 @dataclass(slots=True)
 class _Work:
     """What is known so far."""
@@ -83,62 +89,62 @@ class _Work:
         )
 
 
-def check_run(source: Source, registry: Registry, *, files: bool = True) -> tuple[ResolvedRun | None, list[Problem]]:
+def check_run(
+    source: Source, registry: Registry, *, files: bool = True, look: Look | None = None
+) -> tuple[ResolvedRun | None, list[Problem]]:
     """Validate everything. Returns the run, or None, and every problem that was found.
 
     Args:
         source: The run-file as loaded.
         registry: What is installed.
-        files: Also look whether the model folder and the data are there.
+        files: Also look whether this machine has what the run needs: model folder, data, modules and programs.
+        look: Also asked, once every key is sound.
     """
     work = _Work(source, registry, list(source.problems))
     spec = _read_core(work)
     for kind, path, raw in _raw_picks(source.tree):
         _resolve_pick(work, kind, path, raw)
-    if spec is not None:
-        values = _completed(work, spec)
-        _apply_rules(work, values)
-        _apply_checks(work, translate.strict(RunSpec, values), files=files)
-    if work.problems or spec is None:
+    if spec is None:
         return None, work.problems
-    spec = translate.strict(RunSpec, _with_absolute_paths(values))
+    values = _completed(work, spec)
+    _apply_rules(work, values, here=files)
+    _apply_checks(work, translate.strict(RunSpec, values), files=files)
+    unsound = work.broken or work.unresolved or source.problems
+    if unsound or (work.problems and look is None):
+        return None, work.problems
+    run = _resolved_run(work, translate.strict(RunSpec, _with_absolute_paths(values)))
+    if look is not None:
+        _report_findings(work, run.spec, look(run))
+    return (None if work.problems else run), work.problems
+
+
+def _resolved_run(work: _Work, spec: RunSpec) -> ResolvedRun:
     one = {entry.kind: _resolved(entry, options) for _, entry, options in work.picked if not KINDS[entry.kind].many}
     many: dict[str, tuple[Resolved, ...]] = {kind: () for kind in SECTIONS if KINDS[kind].many}
     for _, entry, options in work.picked:
         if KINDS[entry.kind].many:
             many[entry.kind] = (*many[entry.kind], _resolved(entry, options))
     if spec.tracking.trackers is None:
-        many["tracker"] = _default_trackers(registry)
+        many["tracker"] = _default_trackers(work.registry)
     architectures = {
-        entry.name: entry.capability.load for entry in registry.entries("architecture") if entry.state is State.OK
+        entry.name: entry.capability.load for entry in work.registry.entries("architecture") if entry.state is State.OK
     }
-    return ResolvedRun(spec=spec, one=one, many=many, architectures=architectures), []
+    return ResolvedRun(spec=spec, one=one, many=many, architectures=architectures)
 
 
-def resolve(source: Source, registry: Registry) -> ResolvedRun:
-    """Validate a loaded run-file against what is installed.
+def resolve(source: Source, registry: Registry, *, files: bool = True, look: Look | None = None) -> ResolvedRun:
+    """Validate a loaded run-file against what is installed; see `check_run`.
 
     Raises:
         RunFileError: with all problems at once.
     """
-    run, problems = check_run(source, registry)
+    run, problems = check_run(source, registry, files=files, look=look)
     if run is None:
         raise RunFileError(problems)
     return run
 
 
 # --- core sections ----------------------------------------------------------------------------------------------------
-
-_PLACEHOLDERS: dict[KeyPath, Any] = {
-    ("name",): "unnamed",
-    ("model",): ".",
-    ("model", "path"): ".",
-    ("data", "train"): ".",
-    ("schedule",): {"steps": 1},
-    ("schedule", "steps"): 1,
-}
-"""Stand in for required keys while the rest is checked; their paths count as broken."""
-_GONE = object()
 
 
 def _read_core(work: _Work) -> RunSpec | None:
@@ -151,40 +157,11 @@ def _read_core(work: _Work) -> RunSpec | None:
     for _ in range(8):  # taking out a value may leave a required key missing, so it takes a few rounds
         if parsed.model is not None:
             return RunSpec.model_validate(parsed.model)
-        gone = {_whole(path) for path in parsed.broken}
+        gone = {whole(path) for path in parsed.broken}
         work.broken += [*parsed.broken, *gone]
-        tree = _without(tree, gone)
+        tree = without(tree, gone)
         parsed = translate.read(RunSpec, tree, work.source)
     return None
-
-
-def _without(tree: Any, gone: set[KeyPath], path: KeyPath = ()) -> Any:
-    """A copy of the tree without the paths in `gone`, with placeholders for required values."""
-    if isinstance(tree, list):
-        return [_item(item, gone, (*path, index)) for index, item in enumerate(tree)]
-    if not isinstance(tree, dict):
-        return tree
-    keys = dict.fromkeys([*tree, *(str(lost[-1]) for lost in gone if lost[:-1] == path and lost in _PLACEHOLDERS)])
-    kept = {key: _item(tree.get(key), gone, (*path, key)) for key in keys}
-    return {key: item for key, item in kept.items() if item is not _GONE}
-
-
-def _item(value: Any, gone: set[KeyPath], path: KeyPath) -> Any:
-    if path not in gone:
-        return _without(value, gone, path)
-    if kind_at(path):
-        return {"use": "?"}
-    return _PLACEHOLDERS.get(path, _GONE)
-
-
-def _whole(path: KeyPath) -> KeyPath:
-    """The smallest part around a wrong value that can be taken out without moving anything else."""
-    for length in range(1, len(path) + 1):
-        if kind_at(path[:length]):
-            return path[:length]
-        if isinstance(path[length - 1], int) and not kind_at(path[:length]):
-            return path[: length - 1]
-    return path
 
 
 # --- picks ------------------------------------------------------------------------------------------------------------
@@ -212,7 +189,7 @@ def _resolve_pick(work: _Work, kind: str, path: KeyPath, raw: Any) -> None:
         return
     use = written["use"]
     try:
-        entry = work.registry.resolve(kind, use, Path.cwd())
+        entry = work.registry.resolve(kind, use)
         model = load_target(entry.capability.options) if entry.capability.options else None
     except (OSError, ValueError) as error:  # a function's file whose name the file system refuses
         work.unresolved.add(kind)
@@ -282,23 +259,21 @@ def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
 # --- rules and checks -------------------------------------------------------------------------------------------------
 
 
-def facts_of(values: dict[str, Any], tags: dict[str, frozenset[str]]) -> Facts:
+def facts_of(values: dict[str, Any], tags: dict[str, frozenset[str]], *, here: bool = True) -> Facts:
     """A run-file as flat facts: ``section.key`` to value; a list of picks under its own path, as names."""
     flat: dict[str, Any] = {}
 
-    def visit(path: KeyPath, value: Any) -> None:
+    def visit(path: str, value: Any) -> None:
         if isinstance(value, dict):
             for key, item in value.items():
-                visit((*path, key), item)
+                visit(f"{path}.{key}" if path else key, item)
         elif isinstance(value, list):
-            flat[dotted(path)] = tuple(
-                item["use"] if isinstance(item, dict) and "use" in item else item for item in value
-            )
+            flat[path] = tuple(item["use"] if isinstance(item, dict) and "use" in item else item for item in value)
         else:
-            flat[dotted(path)] = value
+            flat[path] = value
 
-    visit((), values)
-    return Facts(flat, tags)
+    visit("", values)
+    return Facts(flat, tags, here)
 
 
 def _tags(work: _Work) -> dict[str, frozenset[str]]:
@@ -319,8 +294,8 @@ def _is_broken(work: _Work, path: str) -> bool:
     return False
 
 
-def _apply_rules(work: _Work, values: dict[str, Any]) -> None:
-    facts = facts_of(values, _tags(work))
+def _apply_rules(work: _Work, values: dict[str, Any], *, here: bool) -> None:
+    facts = facts_of(values, _tags(work), here=here)
     for path, entry, _ in work.picked:
         for rule in entry.capability.rules:
             _apply_rule(work, rule, entry.owner, path, facts)
@@ -377,13 +352,32 @@ def _apply_checks(work: _Work, spec: RunSpec, *, files: bool) -> None:
     if files and not _is_broken(work, "model.path"):
         setup = setup.with_model(absolute(spec.model.path))
         _check_table(work, setup)
-    findings = [*checks.run_checks(setup, CORE_CHECKS), *check_unused(setup), *(check_files(spec) if files else ())]
+    _report_findings(work, spec, [*checks.run_checks(setup, CORE_CHECKS), *check_unused(setup)])
+    if files:
+        _report_findings(work, spec, [*check_files(spec), *check_imports(_functions(work, spec))])
+
+
+def _functions(work: _Work, spec: RunSpec) -> Iterator[tuple[str, str]]:
+    """(path, target) of the functions that the run-file itself names. Losses run in trainer ranks, whose hosts may have
+    other packages than this one."""
+    for path, entry, _ in work.picked:
+        if entry.distribution == USER and entry.kind != "loss":
+            yield dotted(path), entry.capability.load
+    if spec.eval.every_steps is not None and spec.eval.on == "external" and spec.eval.function is not None:
+        with suppress(PluginError):  # which MIL212 tells
+            yield "eval.function", function_target("evaluation", spec.eval.function)
+
+
+def _report_findings(work: _Work, spec: RunSpec, findings: Iterable[checks.Found]) -> None:
     for finding in findings:
         if any(_is_broken(work, path) for path in finding.reads) or work.unresolved & finding.kinds:
             continue
-        path: KeyPath = tuple(finding.path.split("."))
-        value = translate.show(checks.value_at(spec, finding.path)) if finding.show else None
-        work.report(path, finding.message, value=value, rule=finding.id, do=finding.do)
+        path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in finding.path.split("."))
+        value = checks.value_at(spec, finding.path) if finding.show else None
+        if isinstance(value, dict) and "use" in value:
+            value = value["use"]
+        shown = translate.show(value) if finding.show else None
+        work.report(path, finding.message, value=shown, rule=finding.id, do=finding.do)
 
 
 def _check_table(work: _Work, setup: checks.Setup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -36,8 +37,9 @@ def read_prompts(
     columns: Columns | None = None,
     split: Split = "train",
     bad_rows: Literal["stop", "skip"] = "stop",
+    first: int | None = None,
 ) -> tuple[tuple[Prompt, ...], tuple[RowProblem, ...]]:
-    """Read a whole dataset.
+    """Read a whole dataset, or its first rows.
 
     A prompt's id is ``<file or folder name>:<line or row>``: it does not change if the file is moved to another folder.
 
@@ -46,6 +48,7 @@ def read_prompts(
         columns: Names of the columns.
         split: Split to take from a folder that holds several.
         bad_rows: ``stop`` raises on any unusable row, ``skip`` leaves it out and reports it.
+        first: Rows read at most, to see whether they are usable; nothing is said of a dataset that others may save.
 
     Returns:
         The prompts in file order, and the problems of the rows left out.
@@ -59,20 +62,24 @@ def read_prompts(
     problems: list[RowProblem] = []
     seen: set[str] = set()
     wanted = (columns.prompt, columns.label, columns.tools, columns.metadata)
-    for row in read_rows(path, split, wanted):
+    rows = read_rows(path, split, wanted)
+    typed = False
+    for row in itertools.islice(rows, first):
         if isinstance(row, RowProblem):
             problems.append(row)
             continue
         seen.update(row.values)
+        typed = row.typed
         try:
             prompts.append(_prompt(row, columns, source=path.name))
         except _BadRow as bad:
             problems.append(RowProblem(where=row.where, message=str(bad)))
-    if problems and (bad_rows == "stop" or not prompts):
-        raise _rows_error(path, len(prompts), problems)
-    if not prompts:
+    more = first is not None and next(rows, None) is not None
+    if problems and (bad_rows == "stop" or not (prompts or more)):
+        raise _rows_error(path, len(prompts), problems, more=more)
+    if not (prompts or more):
         raise DataError("dataset is empty", expected="at least one row", found="none", where=str(path))
-    for name in sorted(columns.named - seen):
+    for name in sorted(columns.named - seen) if typed or not more else ():
         raise DataError(
             f"no row has the column {name!r}",
             found=", ".join(sorted(seen)),
@@ -82,13 +89,17 @@ def read_prompts(
     return tuple(prompts), tuple(problems)
 
 
-def _rows_error(path: Path, good: int, problems: Sequence[RowProblem]) -> DataError:
+def _rows_error(path: Path, good: int, problems: Sequence[RowProblem], *, more: bool) -> DataError:
     shown = [str(problem) for problem in problems[:SHOWN_PROBLEMS]]
     if len(problems) > SHOWN_PROBLEMS:
         shown.append(f"… and {len(problems) - SHOWN_PROBLEMS} more")
-    do = "correct the rows, or set data.bad_rows: skip" if good else "correct the rows; none is usable"
+    do = (
+        "correct the rows, or set data.bad_rows: skip"
+        if good or more
+        else "correct the rows, or name their columns under `data`; none is usable"
+    )
     return DataError(
-        f"{len(problems)} of {good + len(problems)} rows cannot be used",
+        f"{len(problems)} of {'the first ' if more else ''}{good + len(problems)} rows cannot be used",
         found="\n            ".join(shown),
         where=str(path),
         do=do,
@@ -101,7 +112,10 @@ class _BadRow(Exception):
 
 def _prompt(row: Row, columns: Columns, *, source: str) -> Prompt:
     values = row.values
-    messages = _messages(values.get(columns.prompt), columns.prompt, present=columns.prompt in values)
+    if columns.prompt not in values:
+        others = "" if row.typed else f"; there are {', '.join(sorted(values)) or 'none'}"
+        raise _BadRow(f"column {columns.prompt!r} is missing{others}")
+    messages = _messages(values[columns.prompt], columns.prompt)
     if columns.system is not None and messages[0].role != "system":
         messages = (Message(role="system", content=columns.system), *messages)
     return Prompt(
@@ -113,9 +127,9 @@ def _prompt(row: Row, columns: Columns, *, source: str) -> Prompt:
     )
 
 
-def _messages(raw: Any, name: str, *, present: bool) -> tuple[Message, ...]:
+def _messages(raw: Any, name: str) -> tuple[Message, ...]:
     if raw is None:
-        raise _BadRow(f"column {name!r} is {'empty' if present else 'missing'}")
+        raise _BadRow(f"column {name!r} is empty")
     if isinstance(raw, str):
         if not raw.strip():
             raise _BadRow(f"{name!r} is an empty text")

@@ -38,6 +38,21 @@ class PromptSet(Sequence[Prompt]):
         return len(self._prompts)
 
 
+def columns_of(data: DataSpec) -> Columns:
+    """Where a run-file says that each part of a prompt stands."""
+    fields = {"prompt_field": data.prompt_field, "label_field": data.label_field}
+    fields |= {"tools_field": data.tools_field, "metadata_field": data.metadata_field}
+    return Columns(
+        prompt=data.prompt_field,
+        label=data.label_field,
+        tools=data.tools_field,
+        metadata=data.metadata_field,
+        system=data.system,
+        # A resolved run-file writes every default out, so only a name that is not the default was asked for.
+        named=frozenset(column for name, column in fields.items() if column != DataSpec.model_fields[name].default),
+    )
+
+
 def build_prompts(data: DataSpec | None, environment: Environment, split: Split) -> PromptSet:
     """The prompts of a split. A `data` section is used whenever there is one; otherwise the environment's own.
 
@@ -51,19 +66,7 @@ def build_prompts(data: DataSpec | None, environment: Environment, split: Split)
             raise ConfigError(
                 "no held-out prompts", where="data.eval", do="name a held-out dataset, or set eval.every_steps: null"
             )
-        fields = {"prompt_field": data.prompt_field, "label_field": data.label_field}
-        fields |= {"tools_field": data.tools_field, "metadata_field": data.metadata_field}
-        # A resolved run-file writes every default out, so only a name that is not the default was asked for.
-        named = frozenset(column for name, column in fields.items() if column != DataSpec.model_fields[name].default)
-        columns = Columns(
-            prompt=data.prompt_field,
-            label=data.label_field,
-            tools=data.tools_field,
-            metadata=data.metadata_field,
-            system=data.system,
-            named=named,
-        )
-        prompts, problems = read_prompts(path, columns=columns, split=split, bad_rows=data.bad_rows)
+        prompts, problems = read_prompts(path, columns=columns_of(data), split=split, bad_rows=data.bad_rows)
         return PromptSet(prompts, origin=path, problems=problems)
     own = environment.prompts(split)
     if own is None:

@@ -41,6 +41,7 @@ from miles_core.session.factory import SessionFactory
 from miles_core.session.leaves import PICKERS
 from miles_core.session.matching import warning_of
 from miles_core.session.pool import EnginePool
+from miles_core.tokenizer import ChatTokenizer
 from miles_core.tracking.run_dir import RunDir
 from miles_core.types import Prompt
 from miles_core.user_function import function_target
@@ -67,7 +68,8 @@ async def open_run(
         eval_prompts: Sequence[Prompt] = ()
         if spec.eval.every_steps is not None:
             eval_prompts = _prompts(resolved, environment, "eval", recorder)
-        family = pick_family(resolved, registry, warn=functools.partial(recorder.alarm, 0))
+        tokenizer = ChatTokenizer.from_dir(spec.model.path)
+        family = pick_family(resolved, registry, tokenizer, warn=functools.partial(recorder.alarm, 0))
         model = read_model_folder(Path(spec.model.path))
         found = _checkpoint(directory, recorder) if resume else None
 

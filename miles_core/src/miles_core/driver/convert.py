@@ -15,6 +15,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from miles_core.config.files import check_model
 from miles_core.config.load import Source
 from miles_core.config.load import load as load_run_file
 from miles_core.config.model_folder import ModelFolderError, tensor_shapes
@@ -39,7 +40,9 @@ def to_folder(run_dir: Path, output: Path, *, step: int | None = None) -> int:
     _check_absent(output)
     found = _find(run_dir, step)
     source = load_run_file(run_dir / "run.yaml")
-    resolved = resolve(source, discover(source.disabled_plugins()))
+    resolved = resolve(source, discover(source.disabled_plugins()), files=False)  # what only training needs may be gone
+    for wrong in check_model("model.path", resolved.spec.model.path):
+        raise ConfigError(wrong.message, where="model.path", do=wrong.do)
     with _backend(resolved, resolved.spec.model.path) as backend:
         backend.load(found.backend_dir)
         _write_whole(output, backend.save_hf)

@@ -12,14 +12,16 @@ from miles_core.session.factory import DEFAULT_FAMILY, choose_family
 from miles_core.tokenizer import ChatTokenizer
 
 
-def pick_family(resolved: ResolvedRun, registry: Registry, *, warn: Callable[[str], None]) -> TitoFamily:
+def pick_family(
+    resolved: ResolvedRun, registry: Registry, tokenizer: ChatTokenizer, *, warn: Callable[[str], None]
+) -> TitoFamily:
     """The family that the run-file names, else the installed one that claims the checkpoint; see `claimed_family`.
 
     Args:
+        tokenizer: Of the run's model.
         warn: Also told when the named family does not claim the checkpoint: chats may be written in another model's
             format, which trains without any error.
     """
-    tokenizer = ChatTokenizer.from_dir(resolved.spec.model.path)
     pick = resolved.one.get("tito_family")
     if pick is None:
         return claimed_family(tokenizer, registry, warn=warn)

@@ -102,7 +102,7 @@ async def serve_quick(quick: Quick, registry: Registry, listen: Listen, say: Say
 async def serve_run(resolved: ResolvedRun, registry: Registry, listen: Listen, say: Say) -> None:
     """Serve the model, engine and session section of a run-file until a signal comes; nothing is trained."""
     spec = resolved.spec
-    family = pick_family(resolved, registry, warn=_warning(say))
+    family = pick_family(resolved, registry, ChatTokenizer.from_dir(spec.model.path), warn=_warning(say))
     length = context_length(spec.model.context_length, read_model_folder(Path(spec.model.path)).context_length)
     executor: Executor = make(resolved, "executor")
     try:

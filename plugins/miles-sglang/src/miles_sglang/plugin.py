@@ -19,6 +19,13 @@ RULES = (
         for number, verification in enumerate(VERIFICATIONS, 1)
     ),
     Rule(
+        id="sglang-starts",
+        check="miles_sglang.rules:sglang_is_there",
+        because="Miles starts the servers with it",
+        instead="engine.python: the Python of an environment that SGLang is installed in, or engine.urls of servers "
+        "that run already",
+    ),
+    Rule(
         id="sglang-attached-not-started",
         check="miles_sglang.rules:starting_is_ours",
         because="how an attached server is started is decided where it is started, so nothing reads the option",

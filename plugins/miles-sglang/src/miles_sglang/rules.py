@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterable
 from typing import Any
 
 from miles_core.rules import Facts, Finding
-from miles_sglang.options import SglangOptions
+from miles_sglang.launch import environment
+from miles_sglang.options import ServerOptions, SglangOptions
 
 STARTS = ("python", "module", "python_path", "env", "server_args", "memory_fraction", "max_running_requests", "log_dir")
 """Options that decide how a server is started."""
@@ -21,6 +25,44 @@ def starting_is_ours(facts: Facts) -> Iterable[Finding]:
         inner = [key for key in facts.values if key.startswith(f"{path}.")]
         if inner or facts.values.get(path, default) not in (default, None):
             yield Finding(path=path, found=f"{name} with engine.urls, whose servers run already")
+
+
+LOOK = "import sys; from importlib.util import find_spec; sys.exit(0 if find_spec(sys.argv[1]) else 3)"
+ABSENT = 3
+LOOK_S = 30.0
+"""Seconds that an interpreter may take to start and look; a busy network file system is slow."""
+
+
+def sglang_is_there(facts: Facts) -> Iterable[Finding]:
+    """The interpreter exists and finds SGLang, which it does not import. Silent where the servers are started on hosts
+    that may be others, and where none is started."""
+    if not facts.here or _urls(facts) or "places-processes" in facts.tags.get("executor", ()):
+        return
+    written = facts.values.get("engine.python")
+    variables = {
+        key.removeprefix("engine.env."): str(value)
+        for key, value in facts.values.items()
+        if key.startswith("engine.env.")
+    }
+    folders = tuple(map(str, facts.values.get("engine.python_path") or ()))
+    started = environment(ServerOptions(python_path=folders, env=variables))
+    program = shutil.which(written or sys.executable, path=started.get("PATH"))
+    if program is None:
+        yield Finding(path="engine.python", found=f"there is no program {written or sys.executable}")
+        return
+    module = str(facts.values.get("engine.module", ServerOptions().module)).partition(".")[0]
+    try:
+        looked = subprocess.run(
+            [program, "-c", LOOK, module], env=started, capture_output=True, text=True, timeout=LOOK_S, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield Finding(path="engine.python", found=f"{program} cannot be asked for `{module}`: {error}")
+        return
+    if looked.returncode == ABSENT:
+        yield Finding(path="engine.python", found=f"{program} has no module `{module}`")
+    elif looked.returncode != 0:
+        said = (looked.stderr.strip().splitlines() or [f"exit code {looked.returncode}"])[-1]
+        yield Finding(path="engine.python", found=f"{program} is no Python: {said}")
 
 
 def addresses_fit(facts: Facts) -> Iterable[Finding]:
