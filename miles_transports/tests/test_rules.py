@@ -17,17 +17,20 @@ from miles_core.registry import discover
 from miles_transports.delta.store import open_store
 
 
-def broken_rules(transport: Any = "p2p", model: str = "model", **placement: Any) -> set[str]:
+def broken_rules(
+    transport: Any = "p2p", model: str = "model", executor: str = "inprocess", files: bool = True, **placement: Any
+) -> set[str]:
     tree = {
         "name": "x",
         "model": model,
         "data": "train.jsonl",
         "rewards": [{"use": "http", "url": "http://127.0.0.1:1/score"}],
         "transport": transport,
+        "executor": executor,
         "schedule": {"steps": 1},
         "placement": placement,
     }
-    _, problems = check_run(Source(path=None, text="", tree=tree), discover(), files=False)
+    _, problems = check_run(Source(path=None, text="", tree=tree), discover(), files=files)
     return {problem.rule or "" for problem in problems}
 
 
@@ -40,6 +43,7 @@ def test_a_machine_without_mooncake_is_told_before_the_run(monkeypatch: pytest.M
     real = util.find_spec
     monkeypatch.setattr("miles_transports.rules.find_spec", lambda name: None if name == "mooncake" else real(name))
     assert "p2p-mooncake" in broken_rules(mode="separate")
+    assert "p2p-mooncake" not in broken_rules(mode="separate", files=False)  # for another machine
 
 
 @pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (3, False)])
@@ -102,6 +106,23 @@ def test_the_two_folders_of_disk_delta_are_not_one_inside_the_other(
     (tmp_path / "link").symlink_to(tmp_path / "a")
     pick = disk_delta(published.format(tmp_path), local.format(tmp_path))
     assert ("disk-delta-folders" not in broken_rules(pick)) is apart
+
+
+def test_folders_of_disk_delta_can_be_made_and_written_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(published: str, local: str, **more: Any) -> bool:
+        return "disk-delta-writable" in broken_rules(disk_delta(published, local), **more)
+
+    (tmp_path / "file").touch()
+    later, inside_a_file = str(tmp_path / "made" / "later"), str(tmp_path / "file" / "x")
+    assert not refused(later, str(tmp_path / "local"))
+    assert not (tmp_path / "made").exists()
+    assert not refused("memory://weights", str(tmp_path / "local"))
+    assert refused(inside_a_file, later)
+    assert refused(later, inside_a_file)
+    assert not refused(later, inside_a_file, executor="ray")  # hosts of engines may be others
+    assert not refused(inside_a_file, later, files=False)
+    monkeypatch.setattr("miles_transports.rules.os.access", lambda place, mode: place != tmp_path)
+    assert refused(later, "/nvme/weights")
 
 
 def disk_delta(place: str, local: str = "/nvme/weights") -> dict[str, str]:

@@ -23,6 +23,12 @@ DISK_DELTA_RULES = (
         instead="transport.local_dir: a folder on a disk of each host, beside and not inside publish_dir",
         check="miles_transports.rules:folders_are_apart",
     ),
+    Rule(
+        id="disk-delta-writable",
+        because="versions are written to publish_dir, and copies of them to local_dir",
+        instead="a folder that can be written to; one that does not exist is made",
+        check="miles_transports.rules:folders_are_writable",
+    ),
 )
 P2P_RULES = (
     conflicts(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,7 +13,7 @@ from miles_core.rules import Facts, Finding
 
 def mooncake_is_here(facts: Facts) -> Iterable[Finding]:
     """Without importing it: two distributions bring the same module."""
-    if find_spec("mooncake") is None:
+    if facts.here and find_spec("mooncake") is None:
         yield Finding(path="transport", found="there is no module `mooncake` here")
 
 
@@ -47,6 +48,25 @@ def folders_are_apart(facts: Facts) -> Iterable[Finding]:
     else:
         return
     yield Finding(path="transport.local_dir", found=found)
+
+
+def folders_are_writable(facts: Facts) -> Iterable[Finding]:
+    """As far as this can be told without making them. Copies are made where the engines are, perhaps elsewhere."""
+    names = ["publish_dir", "local_dir"]
+    if "places-processes" in facts.tags.get("executor", ()):
+        names.remove("local_dir")
+    for name in names if facts.here else ():
+        place = _folder(str(facts.values.get(f"transport.{name}", "")))
+        if place is not None and (refused := _refused(place)):
+            yield Finding(path=f"transport.{name}", found=refused)
+
+
+def _refused(place: Path) -> str | None:
+    """Why a folder cannot be made and written to."""
+    at = next(each for each in (place, *place.parents) if os.path.lexists(each))
+    if not at.is_dir():
+        return f"{at} is no folder"
+    return None if os.access(at, os.W_OK | os.X_OK) else f"{at} cannot be written to"
 
 
 def _folder(place: str) -> Path | None:
