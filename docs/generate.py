@@ -35,8 +35,8 @@ NOTE = "<!-- Written by docs/generate.py; edit the models and rules it reads, th
 RUN_FILE_HEAD = """\
 # The run-file
 
-A run is described by one file in YAML 1.2 (or in TOML, if its name ends in `.toml`). The tables below list the sections of
-the core. The parts that do the work are *picked* by name, and the options of a pick are written beside its name:
+A run is described by one file in YAML 1.2 (or in TOML, if its name ends in `.toml`). The tables below list the sections
+of the core. The parts that do the work are *picked* by name, and the options of a pick are written beside its name:
 
     name: first
     model: models/smollm2-135m            # short for {path: models/smollm2-135m}
