@@ -80,7 +80,7 @@ def serve(pipe: Connection, tokens: int, interval: int) -> None:
     async def run() -> None:
         gate = asyncio.Event()
         gate.set()
-        held, pace_s = 0, 0.0
+        held, pace_s, version = 0, 0.0, "-1"
 
         async def generate(request: web.Request) -> web.StreamResponse:
             nonlocal held
@@ -115,7 +115,11 @@ def serve(pipe: Connection, tokens: int, interval: int) -> None:
             return web.json_response({})
 
         async def answer(request: web.Request) -> web.Response:
-            known: dict[str, Any] = {"/held": held, "/model_info": {"weight_version": "-1"}, "/server_info": INFO}
+            nonlocal version
+            body = await request.json() if request.can_read_body else {}
+            version = body.get("weight_version", body.get("new_version", version))
+            known: dict[str, Any] = {"/held": held, "/model_info": {"weight_version": version}, "/server_info": INFO}
+            known["/open_session"] = body.get("session_id")
             return web.json_response(known.get(request.path, {"success": True}))
 
         app = web.Application(client_max_size=2**26)

@@ -9,7 +9,7 @@ from packaging.version import InvalidVersion, Version
 from miles_core.errors import EngineError
 
 TESTED = (Version("0.5.17"), Version("0.5.21"), Version("0.5.23"))
-"""Releases that this plugin's tests were run against; those between them are negotiated by their number."""
+"""Releases that this plugin was run against; the README says how far. Others are negotiated by their number."""
 
 
 @dataclass(frozen=True, slots=True)
