@@ -106,6 +106,13 @@ def test_a_rule_is_reported_with_id_owner_reason_and_remedy(workplace: Path, reg
     )
 
 
+def test_what_an_override_sets_as_a_whole_is_no_default(workplace: Path, registry: Registry) -> None:
+    problem = only(registry, "transport=ring", "placement={mode: colocated}")
+    assert (problem.path, problem.value, problem.source) == ("placement.mode", "colocated", "--set #2")
+    problem = only(registry, "transport=ring")
+    assert (problem.value, problem.source) == ("colocated (default)", "--set #1")
+
+
 def test_a_rule_that_reads_a_broken_key_stays_silent(workplace: Path, registry: Registry) -> None:
     problem = only(registry, "transport=ring", "placement.mode=sideways")
     assert (problem.path, problem.rule) == ("placement.mode", None)

@@ -54,6 +54,15 @@ class Source:
                 return found
         return Origin(self.name)
 
+    def has(self, path: KeyPath) -> bool:
+        """Whether a value is written at `path`, perhaps inside a mapping that an override set as a whole."""
+        tree: Any = self.tree
+        for part in path:
+            if not isinstance(tree, dict) or part not in tree:
+                return False
+            tree = tree[part]
+        return True
+
     def disabled_plugins(self) -> tuple[str, ...]:
         """`plugins.disable`, if it is a list of texts. It is read before the registry exists."""
         section = self.tree.get("plugins")

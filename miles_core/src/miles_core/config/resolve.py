@@ -337,7 +337,7 @@ def _report_violation(work: _Work, violation: Violation, facts: Facts, pick: Key
     rule = violation.rule
     message = rule.because if rule.check is None else f"{violation.found}; {rule.because}"
     candidates = [tuple(path.split(".")) for path in violation.paths]
-    written = [path for path in candidates if path in work.source.origins]
+    written = [path for path in candidates if work.source.has(path)]
     path = (written or candidates)[0]
     value = facts.values.get(dotted(path), facts.values.get(f"{dotted(path)}.use"))
     shown = translate.show(list(value) if isinstance(value, tuple) else value)
