@@ -211,7 +211,8 @@ CHILDREN = (
     "time.sleep(300)"
 )
 LITTERING = (
-    "import mmap, os, subprocess, sys, tempfile\n"
+    "import mmap, multiprocessing, os, subprocess, sys, tempfile\n"
+    "semaphore = multiprocessing.get_context('spawn').Semaphore()\n"
     "kept = tempfile.NamedTemporaryFile(delete=False)\n"
     "file = open(sys.argv[1], 'wb+'); file.truncate(9)\n"
     "mapped = mmap.mmap(file.fileno(), 9)\n" + CHILDREN
@@ -250,13 +251,14 @@ class TestProcess:
         env = environment(ServerOptions(), {**os.environ, "TMPDIR": "/nonexistent"})
         process = ServerProcess(argv, env, tmp_path / "log", [])
         temporary = process._temporary
-        assert _eventually(lambda: len(_group(process.pid)) == 2)
+        assert _eventually(lambda: len(_group(process.pid)) == 3), "the server, its child, a tracker of resources"
         assert shared.exists()
         assert len(list(temporary.iterdir())) == 1
         process.note_files()
+        assert len(process._files) == 2, "the ledger and the semaphore"
         os.killpg(process.pid, signal.SIGKILL)  # not by us: nothing can be asked any more
         process.kill()
-        assert not shared.exists()
+        assert [path for path in process._files if path.exists()] == []
         assert not temporary.exists()
 
     @pytest.mark.parametrize("attached", [False, True])
@@ -286,7 +288,7 @@ class TestProcess:
         )
         assert owner.stdout is not None
         leader = int(owner.stdout.readline())
-        assert attached or _eventually(lambda: len(_group(leader)) == 2)
+        assert attached or _eventually(lambda: len(_group(leader)) == 3)
         assert scratch.exists()
         assert attached or shared.exists()
         owner.send_signal(signal.SIGKILL)

@@ -162,16 +162,21 @@ class ServerProcess:
 
 
 def _left_behind(group: int) -> Iterator[Path]:
-    """Files in shared memory that processes of the group have mapped and nobody would remove."""
+    """Files in shared memory that processes of the group have mapped and nobody would remove.
+
+    They are known by their inodes: a semaphore is mapped before it gets its name.
+    """
+    mapped: set[int] = set()
     for process in Path("/proc").iterdir():
         try:
-            if not process.name.isdigit() or os.getpgid(int(process.name)) != group:
-                continue
-            mapped = {line.split(maxsplit=5)[-1] for line in (process / "maps").read_text().splitlines()}
+            if process.name.isdigit() and os.getpgid(int(process.name)) == group:
+                fields = [line.split(maxsplit=5) for line in (process / "maps").read_text().splitlines()]
+                mapped |= {int(line[4]) for line in fields if line[-1].startswith(f"{SHARED_MEMORY}/")}
         except OSError:  # it has just ended
             continue
-        for path in map(Path, mapped):
-            if path.parent == SHARED_MEMORY and path.name.startswith(LEFT_BEHIND):
+    for path in SHARED_MEMORY.iterdir() if mapped else ():
+        with contextlib.suppress(FileNotFoundError):
+            if path.name.startswith(LEFT_BEHIND) and path.stat().st_ino in mapped:
                 yield path
 
 
