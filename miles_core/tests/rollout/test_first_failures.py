@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Sequence
 
 import pytest
@@ -103,6 +104,10 @@ async def test_an_environment_that_swallows_its_cancellation_holds_its_place_no_
     assert failure is not None
     assert (failure.boundary, failure.timed_out) == (Boundary.ENVIRONMENT, True)
     assert len(asyncio.all_tasks()) == 2, "the stubborn episode is the only thing left"
+    late = list[object]()
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: late.append(context))
     environment.free.set()
     await asyncio.sleep(0.01)
     assert len(asyncio.all_tasks()) == 1
+    gc.collect()
+    assert late == [], "its session is closed by now; the attempt was counted long ago, so its error is no news"

@@ -153,6 +153,7 @@ class Episodes:
         without waiting for it.
         """
         task = asyncio.create_task(episode)
+        task.add_done_callback(_take_note)
         try:
             done, _ = await asyncio.wait({task}, timeout=self._timeout_s)
         finally:
@@ -227,6 +228,12 @@ class Episodes:
         except (TypeError, ValueError) as error:
             return None, TypeError(f"the environment's metadata is not JSON-compatible: {error}")
         return result, None
+
+
+def _take_note(task: asyncio.Task[EpisodeResult]) -> None:
+    """Mark the error of an episode that nobody waits for any more as seen, or asyncio reports it at some later time."""
+    if not task.cancelled():
+        task.exception()
 
 
 class _Watched:
