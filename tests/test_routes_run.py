@@ -23,8 +23,8 @@ def moe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(folder, architecture="qwen3-moe", layers=4, dtype="bfloat16", overrides=MOE)
 
 
-def metrics(workspace: Workspace, mode: str) -> list[dict[str, Any]]:
-    changes = {"rollout.routes": mode, "schedule.steps": 1, "rollout.sampling.max_tokens": 24}
+def metrics(workspace: Workspace, mode: str, **more: str) -> list[dict[str, Any]]:
+    changes = {"rollout.routes": mode, "schedule.steps": 1, "rollout.sampling.max_tokens": 24, **more}
     workspace.train("--fresh", overrides=changes)
     return workspace.lines()[-1:]
 
@@ -38,6 +38,14 @@ def test_replay_makes_the_experts_equal_and_recording_counts_how_many_were_not(m
     assert replayed[0]["contract/logprobs/abs_diff_mean"] < recorded[0]["contract/logprobs/abs_diff_mean"]
     broken = [event for event in workspace.lines("events.jsonl") if event["event"] == "contract_broken"]
     assert broken == []
+
+
+def test_megatron_replays_the_routes_of_probes_too(moe: Path, tmp_path: Path) -> None:
+    workspace = make_workspace(tmp_path, moe)
+    replayed = metrics(workspace, "replay", backend="megatron")
+    assert replayed[0]["contract/routes/different_fraction"] == 0
+    gaps = [line["sync/probe_gap"] for line in workspace.lines("timings.jsonl")]
+    assert 0 < max(gaps) < 0.03
 
 
 def test_a_dense_model_is_refused_before_anything_starts(workspace: Workspace) -> None:

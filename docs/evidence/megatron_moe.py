@@ -156,8 +156,8 @@ def steps(backend: str, folder: Path, options: dict[str, Any], *, rank: int, wor
 
 
 def run(folder: Path, backend: str) -> None:
-    (folder / "run.yaml").write_text(RUN_FILE.format(folder=folder, backend=backend))
-    command = [sys.executable, "-m", "miles_core.cli", "train", str(folder / "run.yaml"), "--plain"]
+    (folder / f"{backend}.yaml").write_text(RUN_FILE.format(folder=folder, backend=backend))
+    command = [sys.executable, "-m", "miles_core.cli", "train", str(folder / f"{backend}.yaml"), "--plain"]
     started = time.perf_counter()
     directory = folder / "runs" / backend
     with (folder / f"{backend}.log").open("w") as log:

@@ -19,10 +19,17 @@ import scenarios
 def main() -> None:
     rank, world, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
+    own = None
     if device == "cuda":
-        torch.cuda.set_device(rank)
-    collectives = "gloo" if device == "cpu" else "nccl"
-    dist.init_process_group(collectives, init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
+        own = torch.device("cuda", rank)
+        torch.cuda.set_device(own)
+    dist.init_process_group(
+        "gloo" if own is None else "nccl",
+        init_method=f"file://{folder}/meeting",
+        rank=rank,
+        world_size=world,
+        device_id=own,
+    )
     place = scenarios.Place(rank, world, folder, device)
     for name in sys.argv[5:]:
         torch.save(scenarios.ALL[name](place), folder / f"{name}-{rank}.pt")

@@ -121,3 +121,16 @@ def test_an_answer_that_cannot_be_written_does_not_end_the_server(
     request = {"op": "digests", "shapes": {}, "names": [], "answer": str(tmp_path / "other host" / "answer.json")}
     worker.handle(served(checkpoint()), [(json.dumps(request), torch.zeros(1))])
     assert "the answer cannot be written" in capsys.readouterr().err
+
+
+def test_a_parameter_that_the_checkpoint_does_not_fill_is_told(worker: ModuleType, tmp_path: Path) -> None:
+    tensors = checkpoint()
+    model = served(tensors)
+    model.add_module("lm_head", nn.Linear(H, V, bias=False, dtype=torch.bfloat16))
+    request = {"op": "digests", "answer": str(tmp_path / "answer.json"), "names": ["model.norm.weight"]}
+    request["shapes"] = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    worker.handle(model, [(json.dumps(request), torch.zeros(1))])
+    assert "no tensor for lm_head.weight" in json.loads((tmp_path / "answer.json").read_text())["error"]
+    model.lm_head.weight = model.model.embed_tokens.weight  # tied, as dense models are served
+    worker.handle(model, [(json.dumps(request), torch.zeros(1))])
+    assert "digests" in json.loads((tmp_path / "answer.json").read_text())

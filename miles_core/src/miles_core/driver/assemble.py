@@ -249,7 +249,11 @@ def update_settings(resolved: ResolvedRun, trainer: Trainer, model: ModelFolder)
         overlap="stages-aside" in resolved.one["engine"].capability.provides,
         timeout_s=weights.timeout_s,
         proof=DeliveryProof(
-            verify=weights.verify, probes=probes, score=trainer.log_probs, weight_bytes=model.narrowest_bytes
+            verify=weights.verify,
+            probes=probes,
+            score=trainer.log_probs,
+            routes=resolved.spec.rollout.routes != "off",
+            weight_bytes=model.narrowest_bytes,
         ),
     )
 

@@ -18,13 +18,14 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from miles_core.errors import ContractError
 from miles_core.kinds.engine import Engine, GenerateRequest
-from miles_core.types import Float32, SamplingParams, TrainBatch, WeightManifest
+from miles_core.types import UNRECORDED, Float32, SamplingParams, TrainBatch, WeightManifest
 from miles_core.watch import waiting
 from miles_core.weights.digests import compare, name_some
 
@@ -58,6 +59,8 @@ class Probed:
     """Of the output."""
     cached_tokens: int
     weight_version: int
+    routes: npt.NDArray[np.integer[Any]] | None = None
+    """[tokens - 1, L, K] experts, where the run records them: the trainer replays them for probes as for everything."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -70,6 +73,8 @@ class DeliveryProof:
     score: Score | None = None
     weight_bytes: int = 4
     """Of the narrowest weights; decides how much rounding is never an alarm."""
+    routes: bool = False
+    """Whether the run records routes, and therefore probes do."""
     allowed_gap: float | None = field(default=None, init=False)
     """In nats; measured at the first publish."""
 
@@ -122,32 +127,50 @@ class DeliveryProof:
         with waiting(f"proof of version {version}", on="the engines' answers to the probes"):
             rows = await asyncio.gather(
                 *(
-                    _probe(engine, prompt, f"probe-{version}-{n}")
+                    _probe(engine, prompt, f"probe-{version}-{n}", routes=self.routes)
                     for engine in engines
                     for n, prompt in enumerate(self.probes)
                 )
             )
         owners = [index for index in range(len(engines)) for _ in self.probes]
-        problems = [text for index, row in zip(owners, rows, strict=True) if (text := _stale(index, row, version))]
+        problems = [text for index, row in zip(owners, rows, strict=True) if (text := self._wrong(index, row, version))]
+        if problems:
+            raise self._refused(version, problems, GAP_CEILING)
         with waiting(f"proof of version {version}", on="the trainer's log-probs of the probes"):
             gaps = _gaps(rows, await self.score(probe_batch(rows)))
         allowed = min(GAP_CEILING, self.allowed_gap if self.allowed_gap is not None else GAP_CEILING)
         means = [float(np.mean(own)) for own in np.split(np.array(gaps), len(engines))]
-        problems += [
+        problems = [
             f"engine {index}: log-probs of probe tokens are {gap:.3g} nats off on average"
             for index, gap in enumerate(means)
             if gap > allowed
         ]
         if problems:
-            raise ContractError(
-                f"the engines do not sample with version {version} as the trainer scores it",
-                expected=f"no cached token, version {version}, log-probs within {allowed:.3g} nats on average",
-                found=name_some(problems),
-                do="the engines are paused; look for a cache that outlives its weights, or weights in a wrong layout",
-            )
+            raise self._refused(version, problems, allowed)
         if self.allowed_gap is None:
             self.allowed_gap = max(GAP_FLOORS[self.weight_bytes], GAP_FACTOR * max(means))
         return {"sync/probe_s": time.perf_counter() - began, "sync/probe_gap": max(means)}
+
+    def _wrong(self, index: int, row: Probed, version: int) -> str | None:
+        if not row.logprobs:
+            return f"engine {index}: a probe got no token"
+        if row.cached_tokens:
+            cached = f"{row.cached_tokens} probe tokens came from a cache that the update should have flushed"
+            return f"engine {index}: {cached}"
+        if row.weight_version != version:
+            return f"engine {index}: a probe was not sampled by version {version} alone"
+        if self.routes and (row.routes is None or len(row.routes) != len(row.token_ids) - 1):
+            return f"engine {index}: a probe came without its routes"
+        return None
+
+    @staticmethod
+    def _refused(version: int, problems: Sequence[str], allowed: float) -> ContractError:
+        return ContractError(
+            f"the engines do not sample with version {version} as the trainer scores it",
+            expected=f"no cached token, version {version}, log-probs within {allowed:.3g} nats on average",
+            found=name_some(problems),
+            do="the engines are paused; look for a cache that outlives its weights, or weights in a wrong layout",
+        )
 
 
 def probe_prompts(count: int, vocabulary: int, seed: int) -> tuple[tuple[int, ...], ...]:
@@ -158,13 +181,15 @@ def probe_prompts(count: int, vocabulary: int, seed: int) -> tuple[tuple[int, ..
     return tuple((int(first), *map(int, row)) for first, row in zip(firsts, rest, strict=True))
 
 
-async def _probe(engine: Engine, prompt: tuple[int, ...], request_id: str) -> Probed:
+async def _probe(engine: Engine, prompt: tuple[int, ...], request_id: str, *, routes: bool) -> Probed:
     request = GenerateRequest(
         request_id=request_id,
         session_id=request_id,
         token_ids=prompt,
         params=SamplingParams(temperature=0.0, max_tokens=PROBE_OUTPUT_TOKENS, seed=0),
+        routes=routes,
     )
+    recorded = None
     ids, cached = list(prompt), 0
     logprobs: list[float] = []
     versions: set[int] = set()
@@ -172,6 +197,7 @@ async def _probe(engine: Engine, prompt: tuple[int, ...], request_id: str) -> Pr
         ids.extend(chunk.token_ids)
         logprobs.extend(chunk.logprobs)
         cached = max(cached, chunk.cached_tokens)
+        recorded = chunk.routes if chunk.routes is not None else recorded
         if chunk.token_ids:
             versions.add(chunk.weight_version)
     return Probed(
@@ -179,17 +205,8 @@ async def _probe(engine: Engine, prompt: tuple[int, ...], request_id: str) -> Pr
         logprobs=tuple(logprobs),
         cached_tokens=cached,
         weight_version=versions.pop() if len(versions) == 1 else -2,
+        routes=recorded,
     )
-
-
-def _stale(index: int, row: Probed, version: int) -> str | None:
-    if not row.logprobs:
-        return f"engine {index}: a probe got no token"
-    if row.cached_tokens:
-        return f"engine {index}: {row.cached_tokens} probe tokens came from a cache that the update should have flushed"
-    if row.weight_version != version:
-        return f"engine {index}: a probe was not sampled by version {version} alone"
-    return None
 
 
 def probe_batch(rows: Sequence[Probed]) -> TrainBatch:
@@ -210,7 +227,18 @@ def probe_batch(rows: Sequence[Probed]) -> TrainBatch:
         advantages=zeros,
         token_weights=zeros,
         correction_weights=np.ones(total, dtype=np.float32),
+        routes=_routes(rows),
     )
+
+
+def _routes(rows: Sequence[Probed]) -> npt.NDArray[np.integer[Any]] | None:
+    """[N, L, K]; a row's last position has none, since no log-prob depends on it."""
+    parts = []
+    for row in rows:
+        if row.routes is None:
+            return None
+        parts += [row.routes, np.full_like(row.routes[:1], UNRECORDED)]
+    return np.concatenate(parts)
 
 
 def _gaps(rows: Sequence[Probed], scored_N: Float32) -> list[float]:

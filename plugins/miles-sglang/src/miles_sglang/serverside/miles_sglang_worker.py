@@ -50,8 +50,17 @@ def handle(model: nn.Module, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 
 def digests(model: nn.Module, request: Mapping[str, Any]) -> dict[str, Any]:
-    """Digests of the served tensors named, under their Hugging Face names: xxh3-128 of dtype, shape and bytes."""
+    """Digests of the served tensors named, under their Hugging Face names: xxh3-128 of dtype, shape and bytes.
+
+    Raises:
+        LookupError: the model has parameters that no name of the checkpoint fills, such as a head of its own where the
+        checkpoint ties it to the embeddings: they hold whatever memory held.
+    """
     found = views(model, request["shapes"])
+    filled = {view.untyped_storage().data_ptr() for view in found.values()}
+    empty = [n for n, p in model.named_parameters() if p.numel() and p.untyped_storage().data_ptr() not in filled]
+    if empty:
+        raise LookupError(f"the checkpoint has no tensor for {', '.join(empty[:3])}; with a tied head, untie it there")
     names = request["names"]
     if torch.cuda.is_available():
         torch.cuda.synchronize()  # threads copy in streams of their own
