@@ -49,9 +49,11 @@ def make_model(folder: Path, *, moe: bool, small: bool) -> Path:
     }  # fmt: skip
     if moe:
         experts = {"num_experts": 8, "moe_intermediate_size": 32} if small else {
-            "num_experts": 64, "moe_intermediate_size": 768, "num_hidden_layers": 18
+            "num_experts": 64, "moe_intermediate_size": 768, "num_hidden_layers": 18,
         }  # fmt: skip
-        config: Any = Qwen3MoeConfig(**{**shape, **experts, "num_experts_per_tok": 2 if small else 4})
+        config: Any = Qwen3MoeConfig(
+            **{**shape, **experts, "num_experts_per_tok": 2 if small else 4, "tie_word_embeddings": False}
+        )
     else:
         config = Qwen3Config(**shape)
     torch.manual_seed(0)

@@ -11,6 +11,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from miles_core.trainer.checkpoint import meet
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 import scenarios
@@ -19,21 +21,14 @@ import scenarios
 def main() -> None:
     rank, world, folder, device = int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4]
     torch.set_num_threads(1)
-    own = None
     if device == "cuda":
-        own = torch.device("cuda", rank)
-        torch.cuda.set_device(own)
-    dist.init_process_group(
-        "gloo" if own is None else "nccl",
-        init_method=f"file://{folder}/meeting",
-        rank=rank,
-        world_size=world,
-        device_id=own,
-    )
+        torch.cuda.set_device(rank)
+    collectives = "gloo" if device == "cpu" else "nccl"
+    dist.init_process_group(collectives, init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     place = scenarios.Place(rank, world, folder, device)
     for name in sys.argv[5:]:
         torch.save(scenarios.ALL[name](place), folder / f"{name}-{rank}.pt")
-        dist.barrier()
+        meet()
     dist.destroy_process_group()
 
 

@@ -251,7 +251,7 @@ class FsdpBackend:
             writes=self._context.rank == 0,
         )
         if self._mesh is not None:
-            dist.barrier()
+            checkpoint.meet()
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

@@ -23,6 +23,7 @@ from miles_core.errors import ContractError, DataError, RunError
 from miles_core.kinds.backend import BackendContext, RouteCounts, StepMetrics
 from miles_core.kinds.loss import Loss
 from miles_core.registry import load_target
+from miles_core.trainer import checkpoint
 from miles_core.trainer.folder import write_folder
 from miles_core.trainer.objective import (
     RankReport,
@@ -255,7 +256,7 @@ class MegatronBackend:
             writes=self._context.rank == 0,
         )
         if self._context.world_size > 1:
-            dist.barrier()
+            checkpoint.meet()
 
     # --- life ---------------------------------------------------------------------------------------------------------
 

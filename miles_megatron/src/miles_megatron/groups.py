@@ -111,12 +111,9 @@ def acquire(layout: Layout, device: torch.device) -> None:
 
 def _alone(device: torch.device) -> None:
     """A process group of this process only, since Megatron asks for one also where there is nothing to share."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    if device.type == "cuda":
-        known = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-        dist.init_process_group("nccl", store=store, rank=0, world_size=1, device_id=known)
-    else:
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    # Not told its device: NCCL would then make communicators for all of Megatron's groups at once, seconds of work.
+    collectives = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(collectives, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
 
 
 def release(layout: Layout) -> None:

@@ -70,7 +70,12 @@ def save(
             do="free disk space or choose another tracking.dir; older checkpoints are untouched",
         ) from error
     if distributed:
-        dist.barrier()
+        meet()
+
+
+def meet() -> None:
+    """Wait for all ranks, over the device of this one: NCCL would have to guess it, and says so in a warning."""
+    dist.barrier(device_ids=[torch.cuda.current_device()] if dist.get_backend() == "nccl" else None)
 
 
 def load(directory: Path, tensors: Mapping[str, Tensor], *, described: Mapping[str, Tensor] | None = None) -> int:
