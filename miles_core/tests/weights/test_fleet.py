@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,6 +34,8 @@ class FaultyEngine(RecordingEngine):
 
     fault: str | None = None
     hangs = False
+    fleet: Sequence[FaultyEngine] = ()
+    """Those that get a version together with this one."""
 
     async def _maybe(self, call: str) -> None:
         if self.fault != call:
@@ -51,6 +54,7 @@ class FaultyEngine(RecordingEngine):
         await super().pause(mode)
 
     async def activate(self, version: int) -> None:
+        assert not any(each.generating for each in self.fleet), "two versions may be sampled from at once"
         await self._maybe("activate")
         await super().activate(version)
 
@@ -76,10 +80,14 @@ class FaultyTransport:
         if self.slow:
             self.slow = False
             await asyncio.Event().wait()
+        received = []
         for engine in self.engines:
+            engine.fleet = self.engines
             await engine._maybe("stage")
-            engine.stage_directly(version, example_weights(version))
-        return Staged(sent=account(version), received=tuple(account(version) for _ in self.engines))
+            differs, engine.fault = engine.fault == "differ", None if engine.fault == "differ" else engine.fault
+            engine.stage_directly(version, example_weights(version + 1000 * differs))
+            received.append(replace(account(version + 1000 * differs), version=version))
+        return Staged(sent=account(version), received=tuple(received))
 
     async def close(self) -> None:
         self.opened = False
@@ -120,7 +128,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.loop.close()
 
     @rule(
-        fault=st.sampled_from([None, None, "pause", "stage", "activate", "resume"]),
+        fault=st.sampled_from([None, None, "pause", "stage", "differ", "activate", "resume"]),
         who=st.integers(0, 3),
         hangs=st.booleans(),
         again=st.booleans(),
@@ -135,6 +143,8 @@ class FleetMachine(RuleBasedStateMachine):
             report = self.run(self.fleet.publish(version))
         except MilesError:
             assert split or fault is not None, "a publish without a fault was refused"
+            if fault in ("pause", "stage", "differ") and not split:
+                assert self.fleet.phase is Phase.REFUSED, "an engine took over what was not complete everywhere"
         else:
             assert not split, "a split fleet published"
             assert report.version == version
