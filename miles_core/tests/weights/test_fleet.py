@@ -301,7 +301,8 @@ async def test_joining_twice_is_a_mistake_that_is_told() -> None:
 @in_virtual_time
 async def test_a_broken_proof_stops_every_engine() -> None:
     class Doubts:
-        async def weights(self, engines: object, manifest: object) -> dict[str, float]:
+        async def weights(self, engines: Sequence[FaultyEngine], manifest: object) -> dict[str, float]:
+            assert not any(e.generating for e in engines), "who serves is proven too late"
             raise ContractError("not these weights")
 
         async def logprobs(self, engines: object, version: int) -> dict[str, float]:

@@ -50,7 +50,7 @@ def transports(
             o.name,
             show_bytes(int(o.figures["sync/wire_bytes"])),
             f"{o.figures['sync/density']:.2%}" if "sync/density" in o.figures else "",
-            f"{o.figures['sync/stage_s']:.3f}",
+            f"{o.figures['update_s']:.3f}",
             f"{o.figures['sync/pause_s']:.3f}",
             f"{o.figures.get('sync/verify_s', 0.0) + o.figures.get('sync/probe_s', 0.0):.3f}",
             show_bytes(int(o.figures["host_bytes"])),

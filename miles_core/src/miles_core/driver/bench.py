@@ -36,8 +36,9 @@ class Outcome:
 
     name: str
     figures: Mapping[str, float]
-    """Means over the versions after the first: ``sync/...`` metrics, and ``host_bytes``, by how much the used memory of
-    this host grew at most. Empty if the transport was not tried."""
+    """Means over the versions after the first: ``sync/...`` metrics and ``update_s``, the seconds of all phases. Also
+    ``host_bytes``, by how much the used memory of this host grew at most; what processes still hold from the transport
+    before is not counted. Empty if the transport was not tried."""
     why_not: str = ""
 
 
@@ -90,6 +91,7 @@ async def bench_transports(runs: Mapping[str, ResolvedRun], *, versions: int) ->
         trainer = await executor.start_trainer(trainer_spec(run, device))
         engines = await executor.start_engines(engine_spec(run, device))
         outcomes, version = [], -1
+        await _step(trainer, 0)  # makes the optimizer's state, which is no transport's memory
         for name, candidate in runs.items():
             transport: Transport = make(candidate, "transport")
             try:
@@ -103,7 +105,7 @@ async def bench_transports(runs: Mapping[str, ResolvedRun], *, versions: int) ->
                         await _step(trainer, version)
                         report = await fleet.publish(version)
                         if number:  # the first one also connects
-                            figures.append(report.figures)
+                            figures.append({**report.figures, "update_s": sum(report.seconds_by_phase.values())})
                 outcomes.append(Outcome(name=name, figures={**_means(figures), "host_bytes": float(memory[0])}))
             except MilesError as error:
                 outcomes.append(Outcome(name=name, figures={}, why_not=error.message))
