@@ -63,6 +63,8 @@ def test_bench_tries_what_is_usable_names_what_is_not_and_recommends_one(
         assert found[name]["figures"]["sync/pause_s"] > 0, found[name]
         assert found[name]["figures"]["sync/wire_bytes"] > 0
         assert found[name]["figures"]["sync/verify_s"] > 0
+        parts = [found[name]["figures"][f"sync/{part}"] for part in ("stage_s", "activate_s", "verify_s")]
+        assert found[name]["figures"]["update_s"] >= sum(parts)
     assert "colocated" in found["p2p"]["why_not"]
     assert told["recommended"] in transports
     assert "pause" in told["reason"]
