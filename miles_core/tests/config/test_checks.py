@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -185,6 +186,11 @@ def test_empty_and_unknown_data_is_refused(workplace: Path, registry: Registry) 
     assert ".csv" in only(registry, "data=rows.csv").message
     (workplace / "folder").mkdir()
     assert "empty folder" in only(registry, "data=folder").message
+
+
+def test_a_pipe_is_refused_and_not_waited_for(workplace: Path, registry: Registry) -> None:
+    os.mkfifo(workplace / "pipe.jsonl")
+    assert "neither a file nor a folder" in only(registry, "data.train=pipe.jsonl").message
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "~nobody-of-that-name/model", "a\0b"])

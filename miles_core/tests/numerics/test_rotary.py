@@ -55,6 +55,12 @@ def test_a_table_is_steady_for_as_many_tokens_as_said_and_no_longer(rotation: st
             64,
         ),
         ({"max_position_embeddings": 64, "rope_scaling": "text"}, "text", 64),
+        ({"model_type": "phi3", "rope_scaling": {"type": "su"}, "original_max_position_embeddings": 8}, "longrope", 8),
+        (
+            {"model_type": "phi3", "rope_scaling": {"type": "yarn"}, "original_max_position_embeddings": 8},
+            "longrope",
+            8,
+        ),
     ],
 )
 def test_types_and_limits_are_read_under_all_names(config: dict[str, Any], kind: str, steady: int | None) -> None:

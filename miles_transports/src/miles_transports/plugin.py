@@ -13,7 +13,7 @@ DISK_DELTA_RULES = (
     Rule(
         id="disk-delta-url",
         because="disk-delta opens URLs through fsspec, which needs a package for most schemes",
-        instead="pip install miles-transports[object-store] and the scheme's package (s3fs, gcsfs), or a "
+        instead="pip install './miles_transports[object-store]' and the scheme's package (s3fs, gcsfs), or a "
         "folder that every host sees",
         check="miles_transports.rules:url_opens",
     ),
@@ -40,7 +40,7 @@ P2P_RULES = (
     Rule(
         id="p2p-mooncake",
         because="p2p writes through Mooncake's transfer engine",
-        instead="pip install miles-transports[p2p], or [p2p-cuda] on hosts with CUDA; never both",
+        instead="pip install './miles_transports[p2p]', or [p2p-cuda] on hosts with CUDA; never both",
         check="miles_transports.rules:mooncake_is_here",
     ),
     Rule(

@@ -93,6 +93,8 @@ ABSENT: dict[str, Any] = {"module": "nosuch_server.launch"}
         ({**THERE, "python": "/opt/nowhere/bin/python"}, "there is no program /opt/nowhere/bin/python"),
         ({**THERE, "python": "python3", "env": {"PATH": "/nowhere"}}, "there is no program python3"),
         ({**THERE, "python": "false"}, "is no Python: exit code 1"),
+        ({**THERE, "python": "true"}, "is no Python: exit code 0"),
+        ({**THERE, "env": {"A=B": "1"}}, "illegal environment variable name"),
         ({**ABSENT, "urls": ONE}, None),
     ],
 )

@@ -149,3 +149,5 @@ def _check_data(path: str, text: str) -> Iterator[Found]:
         yield _found("MIL703", path, f"{place} is empty", "fill it: one JSON object a line")
     elif place.is_dir() and not any(place.iterdir()):
         yield _found("MIL703", path, f"{place} is an empty folder", do)
+    elif not place.is_file() and not place.is_dir():
+        yield _found("MIL703", path, f"{place} is neither a file nor a folder, and cannot be read twice", do)

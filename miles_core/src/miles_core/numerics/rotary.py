@@ -63,7 +63,11 @@ def steady_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 def _said(config: Mapping[str, Any]) -> Any:
-    return config.get("rope_scaling") or config.get("rope_parameters") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    # Phi-3 wrote longrope under two other names, which transformers still reads as what they mean.
+    if config.get("model_type") == "phi3" and isinstance(rope, Mapping) and _type(rope) in ("su", "yarn"):
+        return {**rope, "rope_type": "longrope"}
+    return rope
 
 
 def _tables(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -117,7 +117,7 @@ class ObjectStore:
                 expected="a scheme that fsspec knows, with its package installed",
                 found=str(error),
                 where=url,
-                do="pip install miles-transports[object-store] and the package of the scheme, or name a folder",
+                do="pip install './miles_transports[object-store]' and the package of the scheme, or name a folder",
             ) from error
 
     def write(self, name: str, chunks: Iterable[bytes | memoryview]) -> int:

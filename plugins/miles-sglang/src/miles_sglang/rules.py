@@ -27,7 +27,7 @@ def starting_is_ours(facts: Facts) -> Iterable[Finding]:
             yield Finding(path=path, found=f"{name} with engine.urls, whose servers run already")
 
 
-LOOK = "import sys; from importlib.util import find_spec; sys.exit(0 if find_spec(sys.argv[1]) else 3)"
+LOOK = "import sys; from importlib.util import find_spec; print('looked'); sys.exit(0 if find_spec(sys.argv[1]) else 3)"
 ABSENT = 3
 LOOK_S = 30.0
 """Seconds that an interpreter may take to start and look; a busy network file system is slow."""
@@ -55,12 +55,12 @@ def sglang_is_there(facts: Facts) -> Iterable[Finding]:
         looked = subprocess.run(
             [program, "-c", LOOK, module], env=started, capture_output=True, text=True, timeout=LOOK_S, check=False
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:
         yield Finding(path="engine.python", found=f"{program} cannot be asked for `{module}`: {error}")
         return
     if looked.returncode == ABSENT:
         yield Finding(path="engine.python", found=f"{program} has no module `{module}`")
-    elif looked.returncode != 0:
+    elif looked.returncode != 0 or "looked" not in looked.stdout.split():
         said = (looked.stderr.strip().splitlines() or [f"exit code {looked.returncode}"])[-1]
         yield Finding(path="engine.python", found=f"{program} is no Python: {said}")
 
