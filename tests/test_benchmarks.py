@@ -13,7 +13,7 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.mark.parametrize("what", ["broadcast", "cuda-ipc", "delta"])
 def test_every_comparison_of_transports_prints_a_ratio(what: str) -> None:
-    command = [sys.executable, str(BENCHMARKS / "transports.py"), what, "--mib=4", "--bucket-mib=2", "--repeats=1"]
+    command = [sys.executable, str(BENCHMARKS / "transports.py"), what, "--mib=8", "--bucket-mib=4", "--repeats=1"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if "ratio" in line]
