@@ -43,6 +43,13 @@ def test_figures_come_from_config_and_header(tmp_path: Path) -> None:
     assert found.kv_bytes_per_token(2) == 2 * 2 * 3 * 4 * 2
 
 
+def test_the_narrowest_weights_are_floating_point(tmp_path: Path) -> None:
+    mask = {"dtype": "BOOL", "shape": [4], "data_offsets": [24, 28]}
+    assert read_model_folder(folder(tmp_path, header({"a": ENTRY, "mask": mask}))).narrowest_bytes == 4
+    half = {"dtype": "BF16", "shape": [2], "data_offsets": [28, 32]}
+    assert read_model_folder(folder(tmp_path, header({"a": ENTRY, "mask": mask, "b": half}))).narrowest_bytes == 2
+
+
 @pytest.mark.parametrize("key", ["num_experts", "num_local_experts", "n_routed_experts"])
 def test_experts_are_counted_under_every_name_and_nesting(tmp_path: Path, key: str) -> None:
     weights = header({"a": ENTRY})

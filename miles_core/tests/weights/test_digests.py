@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from miles_core.types import NamedTensor
-from miles_core.weights.digests import compare, digest_tensor, manifest, name_some
+from miles_core.weights.digests import FEW_BYTES, compare, digest_tensor, digest_tensors, manifest, name_some
 
 
 def test_digest_ignores_layout_but_not_dtype_shape_or_one_bit() -> None:
@@ -38,6 +38,18 @@ def test_manifest_counts_bytes_and_refuses_a_name_that_comes_twice() -> None:
     assert (found.version, found.num_bytes, set(found.digests)) == (4, 16, {"a", "b"})
     with pytest.raises(ValueError, match="'a' comes twice"):
         manifest(4, [named[0], named[0]])
+
+
+def test_many_bytes_are_digested_by_threads_and_differ_in_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("miles_core.weights.digests.os.cpu_count", lambda: 4)
+    values = torch.arange(3 * FEW_BYTES // 4, dtype=torch.int32)
+    named = [
+        NamedTensor(name=f"t{number}", tensor=tensor)
+        for number, tensor in enumerate([*values.chunk(7), values.view(2, -1).t(), values[:0], values[0]])
+    ]
+    assert digest_tensors(named) == {each.name: digest_tensor(each.tensor) for each in named}
+    with pytest.raises(ValueError, match="'t3' comes twice"):
+        digest_tensors([*named, named[3]])
 
 
 NAMED_DIGESTS = st.dictionaries(st.sampled_from("abcdef"), st.sampled_from("xyz"))

@@ -79,7 +79,8 @@ class Faulty(ArchitectureConformance):
         make_tiny_model(folder, architecture=cls.architecture, layers=2, context=64, overrides=heads)
 
     @pytest.fixture(scope="class")
-    def two_ranks(self):
+    @classmethod
+    def two_ranks(cls):
         return []
 
 

@@ -136,6 +136,7 @@ class TestServesBucketsBeforeTheLastOne(Kit):
         ASIDE: "staging changed the served weights",
         STAGED: "staged weights were served before activate",
         EXACT: "with fault 'missing' is served",
+        IN_PLACE: "the KV of a frozen request was recomputed",
     }
 
 
@@ -172,7 +173,7 @@ class Hoarding(Quick):
     """Keeps key-values and prefixes when the weights change."""
 
     async def pause(self, mode: PauseMode = "retract") -> None:
-        await super().pause("in-place")
+        await super().pause("abort" if mode == "abort" else "in-place")
         self._keep_kv = False
 
     async def activate(self, version: int) -> None:
@@ -203,6 +204,7 @@ class TestKeepsKeyValuesAcrossVersions(Kit):
         PREFIX: "a prefix of the old weights was reused",
         IN_FLIGHT: "not those of the new weights",
         STAGED: "the old weights are still served",
+        IN_PLACE: "a request reused KV of the old weights",
     }
 
 
@@ -238,7 +240,11 @@ class Dropping(Quick):
 class TestDropsRequestsOnPause(Kit):
     __test__ = True
     engine = Dropping
-    caught_by: ClassVar[dict[str, str]] = {PAUSE: "a request was lost in the pause", IN_FLIGHT: "versions"}
+    caught_by: ClassVar[dict[str, str]] = {
+        PAUSE: "a request was lost in the pause",
+        IN_FLIGHT: "versions",
+        IN_PLACE: "versions",
+    }
 
 
 class Unfrozen(Quick):

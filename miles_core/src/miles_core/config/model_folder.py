@@ -51,8 +51,8 @@ class ModelFolder:
 
     @property
     def narrowest_bytes(self) -> int:
-        """Bytes of an element of the narrowest dtype that holds weights; 4 if no weights are stored."""
-        return min((DTYPE_BYTES[dtype] for dtype in self.dtypes), default=4)
+        """Bytes of an element of the narrowest floating-point dtype, which rounds most; 4 if there is none."""
+        return min((DTYPE_BYTES[dtype] for dtype in self.dtypes if dtype.startswith(("F", "BF"))), default=4)
 
     def kv_bytes_per_token(self, element_bytes: int) -> int | None:
         """Bytes of the keys and values of one token in all layers; None for other layouts than plain attention."""

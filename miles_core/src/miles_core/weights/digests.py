@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -82,9 +83,8 @@ def digest_tensors(tensors: Sequence[NamedTensor]) -> dict[str, str]:
     Raises:
         ValueError: a name comes twice.
     """
-    if len({named.name for named in tensors}) < len(tensors):
-        names = [named.name for named in tensors]
-        raise ValueError(f"tensor {next(name for name in names if names.count(name) > 1)!r} comes twice")
+    if again := [name for name, count in Counter(named.name for named in tensors).items() if count > 1]:
+        raise ValueError(f"tensor {again[0]!r} comes twice")
     threads = min(THREADS, os.cpu_count() or 1, len(tensors))
     if threads < 2 or sum(named.tensor.nbytes for named in tensors) < FEW_BYTES:
         return {named.name: digest_tensor(named.tensor) for named in tensors}

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from miles_core.errors import EngineError
-from miles_core.weights.digests import compare, digest_tensor
+from miles_core.types import NamedTensor
+from miles_core.weights.digests import compare, manifest
 from miles_sglang.checkpoint import Checkpoint
 from miles_sglang.client import ServerGone
 from miles_sglang.launch import LOADER, SERVERSIDE
@@ -94,12 +95,13 @@ async def prove(server: Server, checkpoint: Checkpoint, folder: Path, *, shared:
 
 def _digests(folder: Path, checkpoint: Checkpoint) -> dict[str, str]:
     """Of the tensors of a folder, in the precision they are served in."""
-    return {
-        name: digest_tensor(tensor.to(checkpoint.forms[name].dtype))
+    tensors = (
+        NamedTensor(name=name, tensor=tensor.to(checkpoint.forms[name].dtype))
         for file in files_of(folder)
         for name, tensor in read(file)
         if name in checkpoint.forms
-    }
+    )
+    return dict(manifest(0, tensors).digests)
 
 
 async def _has_loader(server: Server) -> None:
