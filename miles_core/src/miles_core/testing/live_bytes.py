@@ -89,6 +89,7 @@ CASES = (
     Case("qwen3", "bfloat16", True, 128),
     Case("qwen3-moe", "float32", False, 64),
     Case("llama", "float32", False, 256),
+    Case("llama", "bfloat16", False, 256),
 )
 
 
