@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=192)
     parser.add_argument("--seconds", type=float, default=480)
     parser.add_argument("--small", action="store_true")
+    parser.add_argument("--only", nargs="*", default=[], metavar="RUN", help="these runs of the lane, in this order")
     args = parser.parse_args()
     deadline = time.monotonic() + args.seconds
     folder: Path = args.folder / args.lane
@@ -200,7 +201,9 @@ def main() -> None:
     rows = [{"prompt": f"write about subject {number}"} for number in range(64)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = str(make_model(folder / "model", moe=args.lane == "moe", small=args.small))
-    for name, sections in RUNS[args.lane]:
+    runs = dict(RUNS[args.lane])
+    for name in args.only or runs:
+        sections = runs[name]
         told = {**sections, "transport": sections["transport"] if args.device == "cuda" else "broadcast"}
         train(folder, run_file(args, folder, f"{args.lane}-{name}", model=model, **told), args.steps, deadline)
 
