@@ -62,7 +62,9 @@ def miles_engines() -> list[Capability]:
             summary="SGLang servers, started by Miles or attached; for real GPUs and long runs",
             load="miles_sglang.engine:SglangEngine",
             options="miles_sglang.options:SglangOptions",
-            provides=frozenset({"version-spans", "verifies-weights", "streams", "records-routes", "pauses-in-place"}),
+            provides=frozenset(
+                {"version-spans", "verifies-weights", "streams", "records-routes", "pauses-in-place", "stages-aside"}
+            ),
             rules=RULES,
         )
     ]
