@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,3 +109,51 @@ def test_an_import_that_certainly_fails_is_found_without_running_the_file(
 def test_a_module_is_looked_up_and_not_imported(target: str) -> None:
     found = absent_import(target)
     assert (found is None) == (target == "json:loads")
+
+
+@pytest.mark.parametrize(
+    ("target", "found"),
+    [
+        ("json:loads", None),
+        ("json:nosuch", "`nosuch`"),
+        ("os.path:join", None),
+        ("os.path:nosuch", "`os.path` has no `nosuch`"),
+        ("os.nosuch:score", "no module `os.nosuch`"),
+        ("own_package.inner.scores:score", None),
+        ("own_package.inner.scores:scoer", "no `scoer` in it; it defines score"),
+        ("own_package.inner.nosuch:score", "no module `own_package.inner.nosuch`"),
+        ("own_package.lazy:anything", None),
+        ("own_package.spaces.scores:score", None),
+        ("torch.nn.functional:relu", None),
+        ("torch.nosuch:relu", "no module `torch.nosuch`"),
+    ],
+)
+def test_a_function_of_a_module_is_looked_for_without_importing_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str, found: str | None
+) -> None:
+    files = {
+        "own_package/__init__.py": "raise SystemExit('was run')\n",
+        "own_package/inner/__init__.py": "",
+        "own_package/inner/scores.py": "def score(s): ...\nraise SystemExit('was run')\n",
+        "own_package/lazy.py": "def __getattr__(name): ...\n",
+        "own_package/spaces/scores.py": "def score(s): ...\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    told = absent_import(target)
+    assert (told is None) if found is None else (found in str(told)), told
+    assert not [name for name in sys.modules if name.startswith("own_package")]
+
+
+def test_a_path_that_another_folder_would_find_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "reward.py").write_text("def score(s): ...\n")
+    monkeypatch.chdir(tmp_path / "mine")
+    with pytest.raises(PluginError) as refused:
+        function_target("reward", "mine/reward.py:score")
+    assert f"start miles in {tmp_path}, where" in str(refused.value.do)
+    with pytest.raises(PluginError) as refused:
+        function_target("reward", "mine/nosuch.py:score")
+    assert refused.value.do == "relative paths start where you start miles"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from importlib.machinery import ModuleSpec
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType
@@ -35,12 +36,26 @@ def function_target(what: str, use: str, base: Path | None = None) -> str:
             raise PluginError(
                 f"the file of {what} `{use}` does not exist",
                 found=str(path),
-                do="relative paths start where you start miles",
+                do=where_paths_start(place),
             )
         if missing := _not_bound(path, attribute):
             raise PluginError(f"{what} `{use}` cannot be loaded", found=missing, where=str(path), do="fix the file")
         place = str(path)
     return f"{place}:{attribute}"
+
+
+def where_paths_start(text: str) -> str:
+    """The remedy for a path of a run-file that is not there: where it starts, or should."""
+    here = "relative paths start where you start miles"
+    above = start_above(text)
+    return f"start miles in {above}, where there is such a path; {here}" if above else here
+
+
+def start_above(text: str) -> Path | None:
+    """The nearest folder above the present one from which a relative path would be found."""
+    if Path(text).is_absolute():
+        return None
+    return next((folder for folder in Path.cwd().parents if (folder / text).exists()), None)
 
 
 def _not_bound(path: Path, name: str) -> str | None:
@@ -78,10 +93,9 @@ def absent_import(target: str) -> str | None:
     Args:
         target: As `function_target` gives it; a file of which it approved.
     """
-    place = target.rpartition(":")[0]
+    place, _, attribute = target.rpartition(":")
     if not place.endswith(".py"):
-        top = place.partition(".")[0]
-        return f"there is no module `{top}` here" if _is_absent(top) else None
+        return _not_in_module(place, attribute)
     for node in ast.parse(Path(place).read_bytes()).body:
         if isinstance(node, ast.Import):
             names = [each.name for each in node.names]
@@ -97,6 +111,38 @@ def absent_import(target: str) -> str | None:
             if not _is_distributed(top):
                 return None
     return None
+
+
+def _not_in_module(module: str, name: str) -> str | None:
+    """Why importing a module could not give `name`; None if it could. It is found as an import finds it, and not run:
+    that might load a library for seconds."""
+    inside: Iterable[str] | None = None
+    spec, full = None, ""
+    for part in module.split("."):
+        full = f"{full}.{part}" if full else part
+        loaded = sys.modules.get(full)
+        try:
+            spec = loaded.__spec__ if loaded else _find(full, inside)
+        except (ImportError, OSError, ValueError, KeyError):  # a finder's own trouble: the import itself will tell
+            return None
+        if spec is None:
+            return None if loaded else f"there is no module `{full}` here"
+        inside = spec.submodule_search_locations
+        if inside is None and full != module and not loaded:
+            return None  # a module that makes a package of itself when it runs
+        inside = inside or ()
+    if loaded := sys.modules.get(module):
+        return None if hasattr(loaded, name) else f"module `{module}` has no `{name}`"
+    if spec is None or not spec.has_location or not (spec.origin or "").endswith(".py"):
+        return None
+    missing = _not_bound(Path(str(spec.origin)), name)
+    return f"module `{module}`: {missing}" if missing else None
+
+
+def _find(full: str, inside: Iterable[str] | None) -> ModuleSpec | None:
+    """What `importlib.util.find_spec` says, which would import the packages around a module."""
+    places = None if inside is None else list(inside)
+    return next((found for finder in sys.meta_path if (found := finder.find_spec(full, places))), None)
 
 
 def _is_absent(module: str) -> bool:

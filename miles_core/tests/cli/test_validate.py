@@ -92,6 +92,9 @@ def test_init_names_a_model_that_is_there_and_the_run_validates(
     made = CliRunner().invoke(main, ["init", "mine", "--model", "elsewhere"])
     then = made.stdout.splitlines()[-1].removeprefix("then: miles ")
     assert CliRunner().invoke(main, then.split()).stdout == "mine/run.yaml: no problems.\n"
+    header = Path("mine/run.yaml").read_text().splitlines()[1:4]
+    named = [line.removeprefix("#   miles ").partition("  ")[0] for line in header]
+    assert named == [then, "train mine/run.yaml --dry-run", "train mine/run.yaml"]
     refused = CliRunner().invoke(main, ["init", "other", "--model", "org/name"])
     assert refused.exit_code == 2
     assert "hf download org/name --local-dir models/name" in refused.stderr

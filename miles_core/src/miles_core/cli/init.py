@@ -16,10 +16,10 @@ from miles_core.errors import ConfigError
 from miles_core.registry import Registry, discover
 
 RUN_FILE = """\
-# What to train, on what, and how. Relative paths start where you start miles.
-#   miles validate run.yaml            every problem at once
-#   miles train run.yaml --dry-run     what would run where
-#   miles train run.yaml               run it
+# What to train, on what, and how. Relative paths start where you start miles: these commands, where `miles init` ran.
+#   {validate}  every problem at once
+#   {dry_run}  what would run where
+#   {train}  run it
 # Every key is described on the page docs/run-file.md; `miles schema` prints a schema for your editor.
 # An option of a pick goes beside its name: loss: {{use: ppo-clip, high: 0.28}}
 
@@ -116,8 +116,21 @@ def run_file(registry: Registry, directory: Path, model: Path | None) -> str:
         "data": _quoted(str(directory / "train.jsonl")),
         "score": _quoted(f"{directory / 'reward.py'}:score"),
     }
-    text = RUN_FILE.format(name=safe or "run", **places, **alternatives, **picks)
+    text = RUN_FILE.format(name=safe or "run", **_commands(directory), **places, **alternatives, **picks)
     return "\n".join(_aligned(line) for line in text.split("\n"))
+
+
+def _commands(directory: Path) -> dict[str, str]:
+    """The header's commands, padded to one width. They work where `miles init` ran, since its paths start there."""
+    run_file = str(directory / "run.yaml")
+    named = shlex.quote(run_file) if run_file.isprintable() else json.dumps(run_file)  # a comment has one line
+    lines = {
+        "validate": f"miles validate {named}",
+        "dry_run": f"miles train {named} --dry-run",
+        "train": f"miles train {named}",
+    }
+    width = max(map(len, lines.values()))
+    return {name: line.ljust(width) for name, line in lines.items()}
 
 
 def _aligned(line: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from miles_core.config.checks import Found
 from miles_core.config.model_folder import ModelFolderError, read_model_folder
 from miles_core.config.spec import RunSpec
-from miles_core.user_function import absent_import
+from miles_core.user_function import absent_import, start_above, where_paths_start
 
 DATA_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet", ".pq")
 """Kinds of file that hold prompts; a folder is one that `datasets` saved."""
@@ -97,7 +97,9 @@ def check_model(path: str, text: str) -> Iterator[Found]:
     )
     if not folder.is_dir():
         reason = "is no folder" if folder.exists() else "does not exist"
-        if not folder.parent.exists() and _HUB_NAME.fullmatch(text):
+        if start_above(text):
+            do = where_paths_start(text)
+        elif not folder.parent.exists() and _HUB_NAME.fullmatch(text):
             place = f"models/{text.partition('/')[2]}"
             do = (
                 f"nothing is downloaded from the Hub; if this is a name there, "
@@ -140,9 +142,9 @@ def _has_chat_template(folder: Path) -> bool:
 
 def _check_data(path: str, text: str) -> Iterator[Found]:
     place = absolute(text)
-    do = "give a .jsonl or .parquet file, or a folder saved by `datasets`; a relative path starts where you start miles"
+    do = "give a .jsonl or .parquet file, or a folder saved by `datasets`"
     if not place.exists():
-        yield _found("MIL703", path, f"{place} does not exist", do)
+        yield _found("MIL703", path, f"{place} does not exist", f"{do}; {where_paths_start(text)}")
     elif place.is_file() and place.suffix not in DATA_SUFFIXES:
         yield _found("MIL703", path, f"a file ending in `{place.suffix}` is neither JSONL nor Parquet", do)
     elif place.is_file() and place.stat().st_size == 0:
