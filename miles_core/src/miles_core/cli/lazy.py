@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -67,6 +68,13 @@ class LazyGroup(click.Group):
             for note in getattr(error, "__notes__", ()):
                 click.echo(note, err=True)
             ctx.exit(error.exit_code)
+        except OSError as error:
+            if error.filename is None:
+                raise
+            name = os.fsdecode(error.filename) if isinstance(error.filename, str | bytes) else error.filename
+            click.echo(f"{click.style('error:', fg='red', bold=True)} {name}: {error.strerror}", err=True)
+            click.echo("  do:       name a file that is there and that you may read, or write, here", err=True)
+            ctx.exit(1)
         except KeyboardInterrupt:
             click.echo("interrupted", err=True)
             ctx.exit(INTERRUPTED)

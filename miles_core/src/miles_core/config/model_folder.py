@@ -144,7 +144,7 @@ def _json_object(file: Path) -> dict[str, Any]:
         value = json.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise ModelFolderError(f"{file.name} is missing") from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ModelFolderError(f"{file.name} cannot be read: {error}") from error
     if not isinstance(value, dict):
         raise ModelFolderError(f"{file.name} is not a JSON object")
@@ -184,5 +184,5 @@ def _header(file: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         if unknown := {dtype for dtype, _ in tensors.values()} - set(DTYPE_BYTES):
             raise ValueError(f"unknown dtype {min(unknown)}")
         return tensors
-    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, struct.error, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelFolderError(f"{file.name} is not a safetensors file: {error}") from error

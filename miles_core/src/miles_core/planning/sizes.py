@@ -18,6 +18,8 @@ from miles_core.config.model_folder import ModelFolderError, read_config, tensor
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 DTYPES = ("bfloat16", "float16", "float32", "float64")
+MAX_LAYERS = 10_000
+"""A model is built layer by layer to see its shapes; no architecture has nearly as many."""
 _BUFFER = re.compile(r"\.e_score_correction_bias$")
 _WHOLE = re.compile(r"norm|\.(?:gate|router)\.|\.(?:q_a|kv_a)_proj|\.kv_a_proj_with_mqa")
 """Norms, routers, and the down-projections of latent attention."""
@@ -79,8 +81,7 @@ def count(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -
     stored = 1 + max((int(found[1]) for name in numbers if (found := _LAYER.search(name))), default=-1)
     if stored == 0:
         raise ModelFolderError("no tensor is called ….layers.<n>.…; its layers cannot be told apart")
-    said = config.get("num_hidden_layers")
-    layers = min(stored, said) if isinstance(said, int) else stored
+    layers = min(stored, _positive(config, "num_hidden_layers") or stored)
     dense, experts, whole = [0] * layers, [0] * layers, [0] * layers
     embedding = head = other = 0
     for name, number in numbers.items():
@@ -118,11 +119,10 @@ def count(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -
 def _widths(config: Mapping[str, object], vocabulary: int) -> dict[str, int]:
     def number(*names: str, default: int | None = None) -> int:
         for name in names:
-            value = config.get(name)
-            if isinstance(value, int) and not isinstance(value, bool):
+            if value := _positive(config, name):
                 return value
         if default is None:
-            raise ModelFolderError(f"config.json has none of {', '.join(names)}")
+            raise ModelFolderError(f"config.json has no positive number as {' or '.join(names)}")
         return default
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")
@@ -141,17 +141,31 @@ def _widths(config: Mapping[str, object], vocabulary: int) -> dict[str, int]:
 
 
 def _vocabulary(shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, object]) -> int:
-    value = config.get("vocab_size")
-    if isinstance(value, int):
-        return value
-    rows: Iterable[int] = (shape[0] for name, shape in shapes.items() if "embed" in name)
-    return next(iter(rows), 0)
+    rows: Iterable[int] = (shape[0] for name, shape in shapes.items() if "embed" in name and shape)
+    found = _positive(config, "vocab_size") or next(iter(rows), 0)
+    if not found:
+        raise ModelFolderError("config.json has no positive number as vocab_size")
+    return found
+
+
+def _positive(config: Mapping[str, object], name: str) -> int | None:
+    value = config.get(name)
+    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def _meta_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    if (_positive(read_config(folder), "num_hidden_layers") or 0) > MAX_LAYERS:
+        raise ModelFolderError(f"config.json: num_hidden_layers is above {MAX_LAYERS}")
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    except Exception as error:  # transformers computes with whatever config.json holds
+        reason = (str(error).strip().splitlines() or [""])[0]
+        raise ModelFolderError(
+            f"config.json describes no model to transformers: {type(error).__name__}: {reason}"
+        ) from error
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}

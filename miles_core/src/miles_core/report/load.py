@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import UnionType
 from typing import Any
 
-import yaml
-
+from miles_core.config import yaml12
 from miles_core.config.model_folder import ModelFolderError, read_model_folder
 from miles_core.errors import DataError
 from miles_core.tokenizer import ChatTokenizer
@@ -136,7 +136,7 @@ def load_run(path: Path) -> RunRecord:
             where=str(path),
             do="name one of: " + ", ".join(nearby[:10]) if nearby else "give the path that `miles train` printed",
         )
-    text = run_file.read_text(encoding="utf-8") if run_file.exists() else ""
+    text = _text(run_file) if run_file.exists() else ""
     config = _config(text, run_file)
     environment = path / "env.json"
     return RunRecord(
@@ -144,16 +144,31 @@ def load_run(path: Path) -> RunRecord:
         config=config,
         config_text=text,
         environment=_environment(environment) if environment.exists() else {},
-        metrics=_with_late_scores(list(read_lines(directory.metrics)), list(read_lines(directory.evals))),
-        timings=list(read_lines(directory.timings)),
-        events=list(read_lines(directory.events)),
+        metrics=_with_late_scores(_lines(directory.metrics, step=int), _lines(directory.evals, step=int)),
+        timings=_lines(directory.timings, step=int),
+        events=_lines(directory.events, event=str, time=int | float),
     )
+
+
+def _lines(file: Path, **keys: type | UnionType) -> Lines:
+    """Every line of a record, with what each has."""
+    lines = list(read_lines(file))
+    for number, line in enumerate(lines, 1):
+        if wrong := next((key for key, kind in keys.items() if not isinstance(line.get(key), kind)), None):
+            raise DataError(
+                "the run's record is damaged",
+                expected=f"`{wrong}` in every line, a {'text' if keys[wrong] is str else 'number'}",
+                found=repr(line.get(wrong)),
+                where=f"{file}:{number}",
+                do="repair or remove the line",
+            )
+    return lines
 
 
 def _environment(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
             "the run's record is damaged", expected="a JSON object", found=str(error), where=str(file), do="remove it"
         ) from error
@@ -168,16 +183,27 @@ def _with_late_scores(metrics: Lines, evals: Lines) -> Lines:
     return [by_step[step] for step in sorted(by_step)]
 
 
+def _text(run_file: Path) -> str:
+    try:
+        return run_file.read_text(encoding="utf-8")
+    except ValueError as error:
+        raise DataError("run.yaml cannot be read", found=str(error), where=str(run_file)) from error
+
+
 def _config(text: str, run_file: Path) -> dict[str, Any]:
     """run.yaml as a run writes it, every section written out; a run-file that somebody wrote is none."""
     try:
-        config = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise DataError("run.yaml cannot be read", found=str(error), where=str(run_file)) from error
-    sections = (
-        [config, *(config.get(name) or {} for name in ("model", "schedule"))] if isinstance(config, dict) else [0]
-    )
-    if not all(isinstance(section, dict) for section in sections):
+        config = yaml12.parse(text).value
+    except yaml12.YamlError as error:
+        raise DataError("run.yaml cannot be read", found=error.message, where=str(run_file)) from error
+    config = {} if config is None else config
+    model, schedule = (config.get(name) or {} if isinstance(config, dict) else 0 for name in ("model", "schedule"))
+    if not (
+        isinstance(model, dict)
+        and isinstance(schedule, dict)
+        and isinstance(model.get("path", ""), str)
+        and isinstance(schedule.get("steps", 0), int)
+    ):
         raise DataError(
             "this is no run directory",
             expected="run.yaml as `miles train` writes it",

@@ -187,7 +187,7 @@ def read_lines(file: Path) -> Iterator[dict[str, Any]]:
 def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         parsed = json.loads(line)
-    except ValueError as error:  # also bytes that are not UTF-8
+    except (ValueError, RecursionError) as error:  # also bytes that are not UTF-8
         found = str(error)
     else:
         if isinstance(parsed, dict):

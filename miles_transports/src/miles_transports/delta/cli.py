@@ -33,6 +33,10 @@ def inspect(place: str) -> None:
     """List every complete version: what it builds on, how much it changes, what it weighs."""
     store = open_store(place)
     lineages = _lineages(store)
+    if not lineages and "://" not in place and not Path(place).is_dir():
+        raise TransportError(
+            "there is no such folder", where=place, do="name the folder of a run's transport.publish_dir, or its URL"
+        )
     if not lineages:
         click.echo(f"no version is published in {place}; an update that changes no byte publishes none")
     for lineage in lineages:
