@@ -121,7 +121,16 @@ def release(layout: Layout) -> None:
     global _made_default_group
     _users.remove(layout)
     if not _users:
-        parallel_state.destroy_model_parallel()
+        _take_down()
         if _made_default_group:
             dist.destroy_process_group()
             _made_default_group = False
+
+
+def _take_down() -> None:
+    """Megatron only forgets its groups; torch would keep each of them, with its threads and sockets, until the end."""
+    groups = [group for group in parallel_state._global_process_group_list or () if group is not None]
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        for group in groups:
+            dist.destroy_process_group(group)
