@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -75,9 +77,31 @@ def pack(bucket: WeightBucket, layout: Layout, device: torch.device) -> torch.Te
 
 def fill(block: torch.Tensor, bucket: WeightBucket, layout: Layout) -> None:
     """Copy every tensor to its place in uint8[>= num_bytes]."""
-    for named, slot in zip(bucket.tensors, layout.slots, strict=True):
-        values = named.tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        block[slot.offset : slot.offset + values.numel()].copy_(values)
+    for _ in fill_pieces(block, bucket, layout, [(0, layout.num_bytes)]):
+        pass
+
+
+def pieces(num_bytes: int, piece_bytes: int) -> list[tuple[int, int]]:
+    """Begin and end of consecutive pieces of a block, none empty."""
+    return [(begin, min(begin + piece_bytes, num_bytes)) for begin in range(0, num_bytes, piece_bytes)]
+
+
+def fill_pieces(
+    block: torch.Tensor, bucket: WeightBucket, layout: Layout, parts: Iterable[tuple[int, int]]
+) -> Iterator[tuple[int, int]]:
+    """`fill`, piece by piece: yields each of `parts`, which follow one another, once its bytes are in place."""
+    rest = deque(
+        (slot.offset, named.tensor.detach().contiguous().reshape(-1).view(torch.uint8))
+        for named, slot in zip(bucket.tensors, layout.slots, strict=True)
+    )
+    for begin, end in parts:
+        while rest and rest[0][0] < end:
+            offset, values = rest.popleft()
+            fits = values[: end - offset]
+            block[offset : offset + len(fits)].copy_(fits)
+            if len(fits) < len(values):
+                rest.appendleft((end, values[len(fits) :]))
+        yield begin, end
 
 
 def unpack(block: torch.Tensor, layout: Layout) -> WeightBucket:

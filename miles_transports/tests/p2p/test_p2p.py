@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from miles_transports.p2p.wire import Peer, Wire
 
 pytest.importorskip("mooncake.engine", reason="the transfer engine of mooncake-transfer-engine-non-cuda is absent")
 
+WRITE = Wire._confirmed
 OPTIONS = P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1)
 
 
@@ -41,7 +43,13 @@ class Ends:
         self.senders = [P2pSender(address, options, rank, sources) for rank in range(sources)]
         self.receivers = [P2pReceiver(address, options, engine) for engine in range(engines)]
 
-    def publish(self, version: int, weights: dict[str, torch.Tensor], per_bucket: int) -> list[dict[str, torch.Tensor]]:
+    def publish(
+        self,
+        version: int,
+        weights: dict[str, torch.Tensor],
+        per_bucket: int,
+        keep: Callable[[torch.Tensor], torch.Tensor] = torch.clone,
+    ) -> list[dict[str, torch.Tensor]]:
         self.attempt += 1
         self.meeting.tell("attempt", self.attempt)
 
@@ -55,7 +63,7 @@ class Ends:
                 raise
 
         def receive(receiver: P2pReceiver) -> dict[str, torch.Tensor]:
-            return {n.name: n.tensor for bucket in receiver.receive(version) for n in bucket.tensors}
+            return {n.name: keep(n.tensor) for bucket in receiver.receive(version) for n in bucket.tensors}
 
         sends = [self._threads.submit(send, sender) for sender in self.senders]
         receives = [self._threads.submit(receive, receiver) for receiver in self.receivers]
@@ -124,7 +132,28 @@ def test_registered_memory_does_not_grow_with_versions_or_engines(ends: Any) -> 
         joined.publish(version, example_weights(version), per_bucket=2)
         (sender,) = joined.senders
         registered.append((len(sender._wire._registered), *(len(r._wire._registered) for r in joined.receivers)))
-    assert registered[1] == registered[3] == (2, 2, 2, 2)
+    assert registered[1] == registered[3] == (2, 3, 3, 3)
+
+
+def test_buckets_that_are_kept_stay_what_they_were_and_their_memory_is_used_again(ends: Any) -> None:
+    joined = ends(1, 1)
+    kept = [joined.publish(version, example_weights(version), 2, keep=lambda tensor: tensor) for version in range(3)]
+    for version, (found,) in enumerate(kept):
+        assert same(found, example_weights(version)), f"version {version} was written over"
+    held = len(joined.receivers[0]._wire._registered)
+    kept.clear()
+    del found
+    for version in range(3, 5):
+        joined.publish(version, example_weights(version), per_bucket=2)
+        assert len(joined.receivers[0]._wire._registered) == held
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 100, 4096])
+def test_a_bucket_in_pieces_of_any_size_arrives(ends: Any, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+    monkeypatch.setattr("miles_transports.p2p.ends.PIECE_BYTES", piece_bytes)
+    weights = {"a": torch.randn(9, 7), "none": torch.empty(0, 3), "b": torch.arange(33).to(torch.bfloat16)}
+    for found in ends(1, 2).publish(0, weights, per_bucket=2):
+        assert same(found, weights)
 
 
 def test_the_store_does_not_grow_with_the_number_of_publishes(ends: Any) -> None:
@@ -136,38 +165,45 @@ def test_the_store_does_not_grow_with_the_number_of_publishes(ends: Any) -> None
     assert sizes[1] == sizes[2] == sizes[3]
 
 
-async def test_a_short_write_is_caught_and_the_next_publish_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine says 0 and has written all but the last byte: no return code tells, the digests do."""
-    original = Wire._confirmed
+def cut(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Any, what: str) -> None:
+    """All but the last byte is written."""
+    *others, last = segments
+    WRITE(self, buffer, peer, [*others, replace(last, num_bytes=last.num_bytes - 1)], what)
 
-    def short(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Any, what: str) -> None:
-        cut = [
-            *segments[:-1],
-            type(segments[-1])(segments[-1].offset, segments[-1].num_bytes - 1, segments[-1].peer_offset),
-        ]
-        original(self, buffer, peer, cut, what)
 
+def misplaced(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Any, what: str) -> None:
+    """The bytes of another place are written."""
+    WRITE(self, buffer, peer, [replace(each, offset=0) for each in segments], what)
+
+
+@pytest.mark.parametrize("harm", [cut, misplaced])
+async def test_a_piece_that_does_not_arrive_is_caught_and_the_next_publish_is_whole(
+    monkeypatch: pytest.MonkeyPatch, harm: Any
+) -> None:
+    """The transfer engine says 0 all the same: no return code tells, the digests do."""
+    monkeypatch.setattr("miles_transports.p2p.ends.PIECE_BYTES", 64)
     kit = TestP2p()
-    async with kit.connected() as connected:
+    async with kit.connected(engines=1) as connected:
         await kit.publish(connected, 0)
-        for engine in connected.engines:
-            await engine.activate(0)
-        monkeypatch.setattr(Wire, "_confirmed", short)
-        error = await kit.refused(connected, 1)
+        await connected.engines[0].activate(0)
+
+        def second_piece(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Any, what: str) -> None:
+            (harm if segments[0].offset == 64 else WRITE)(self, buffer, peer, segments, what)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Wire, "_confirmed", second_piece)
+            error = await kit.refused(connected, 1)
         assert "does not hold what was written" in str(error)
-        monkeypatch.undo()
-        assert [await engine.version() for engine in connected.engines] == [0, 0]
+        assert await connected.engines[0].version() == 0
         staged = await kit.publish(connected, 2)
         assert all(received == staged.sent for received in staged.received)
 
 
 async def test_a_write_that_fails_in_the_background_fails_the_publish(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Wire._confirmed
-
     def fails(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Any, what: str) -> None:
         if "bucket 4 " in what and "engine 1" in what:  # the last bucket to the last target: nobody waits for it
             raise TransportError(f"{what}: the write failed", found="planned failure")
-        original(self, buffer, peer, segments, what)
+        WRITE(self, buffer, peer, segments, what)
 
     monkeypatch.setattr(Wire, "_confirmed", fails)
     kit = TestP2p()

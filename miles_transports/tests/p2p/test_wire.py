@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +18,10 @@ import pytest
 import torch
 
 from miles_core.errors import TransportError
+from miles_core.types import NamedTensor, WeightBucket
+from miles_transports.meeting import Meeting
+from miles_transports.options import P2pOptions
+from miles_transports.p2p.ends import P2pSender
 from miles_transports.p2p.wire import MAX_SEGMENTS, Peer, Segment, Wire
 
 pytest.importorskip("mooncake.engine", reason="the transfer engine of mooncake-transfer-engine-non-cuda is absent")
@@ -92,17 +96,35 @@ def test_bytes_arrive_as_they_were_in_more_segments_than_one_call_takes(wire: Wi
     assert shared.checksum() == zlib.crc32(data.numpy().data)
 
 
-def test_a_killed_target_fails_the_write_and_is_named(wire: Wire, other: Other) -> None:
-    data = noise()
-    wire.register(data)
-    wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="warm")
-    other.process.kill()
-    other.process.wait()
-    before = wire.retried
-    with pytest.raises(TransportError, match="bucket 7 to engine 2: the write failed") as caught:
-        wire.write(data, other.peer, [Segment(0, SIZE, 0)], what="bucket 7 to engine 2")
+def test_a_target_killed_between_two_pieces_fails_the_bucket_and_is_named(
+    other: Other, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("miles_transports.p2p.ends.PIECE_BYTES", SIZE // 4)
+    options = P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1)
+    meeting, address = Meeting.host("127.0.0.1", options.timeout_s, 1)
+    meeting.tell("generation", 0)
+    meeting.tell("attempt", 0)
+    meeting.tell("0/0.0/0/offer/engine 0", [other.peer.endpoint, other.peer.address, other.peer.num_bytes])
+    sender = P2pSender(address, options, 0, 1)
+    write, pieces = Wire._confirmed, []
+
+    def second_kills(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Sequence[Segment], what: str) -> None:
+        pieces.append(segments[0].offset)
+        if len(pieces) == 2:
+            other.process.kill()
+            other.process.wait()
+        write(self, buffer, peer, segments, what)
+
+    monkeypatch.setattr(Wire, "_confirmed", second_kills)
+    tensors = (NamedTensor(name="layers.0.weight", tensor=noise()),)
+    sender.send(WeightBucket(version=7, index=0, last=True, tensors=tensors))
+    with pytest.raises(TransportError, match="bucket 0 of version 7 to engine 0: the write failed") as caught:
+        sender.finish(7)
     assert re.search("return code -?[0-9]+ to try 2", str(caught.value)), "it was waited for"
-    assert wire.retried == before + 1
+    assert "layers.0.weight" in str(caught.value)
+    assert pieces == [0, SIZE // 4], "nothing is written after a piece that failed"
+    assert not meeting.store.check(["0/0.0/0/written/engine 0"])
+    sender.close()
 
 
 def test_a_hung_target_fails_the_write_after_the_timeout(

@@ -1,12 +1,14 @@
 """The two ends of transport `p2p`. For each bucket and target rank:
 
-    source   packs the target's parameters into its staging buffer, says what is coming   (store)
-    target   has two registered slots and frees each once it has copied it                (store)
-    source   writes into the slot, and says that it has                                   (Mooncake, store)
+    target   offers registered memory for it                                              (store)
+    source   says what is coming                                                          (store)
+    target   offers a larger block instead where it does not fit                          (store)
+    source   packs it piece by piece into its staging buffer, writes each piece while it
+             packs the next, and says when all of it is there                             (Mooncake, store)
 
-The source packs a bucket into one of two staging buffers while the last target's write reads the other. Registered
-memory is constant: two buffers a source, two slots a target rank, however many engines there are. A failed publish
-begins a new generation: slots are registered anew, so a write that was given up can no longer land anywhere.
+The target hands the memory itself on, see `lending`. A source's registered memory is constant: two staging buffers,
+however many engines there are. A failed publish begins a new generation: nothing that was offered before is registered
+any longer, so a write that was given up can no longer land anywhere.
 """
 
 from __future__ import annotations
@@ -26,15 +28,20 @@ from miles_core.types import NamedTensor, WeightBucket
 from miles_core.watch import waiting
 from miles_transports.joined import ENGINE_PATIENCE
 from miles_transports.meeting import Address, Meeting, own_address
-from miles_transports.memory import Recycled
+from miles_transports.memory import fresh
 from miles_transports.options import P2pOptions
 from miles_transports.p2p.assignment import Target, assign
+from miles_transports.p2p.lending import Block, Lending
 from miles_transports.p2p.replica import FUSED, HUGGING_FACE, Parameter, Replica, Rules, restore
 from miles_transports.p2p.wire import Peer, Segment, Wire
-from miles_transports.packing import Layout, fill, layout_of, unpack
+from miles_transports.packing import Layout, fill_pieces, layout_of, pieces, unpack
 
-SLOTS = 2
+AHEAD = 2
+"""Buckets that are offered beyond the one in hand: one is written while the caller works on that, and he still holds
+the one before when he asks for the next."""
 STAGING = 2
+PIECE_BYTES = int(__import__("os").environ.get("PIECE", "64")) * 2**20
+WRITERS = int(__import__("os").environ.get("WRITERS", "1"))
 _NOTHING = torch.empty(0, dtype=torch.uint8)
 
 RULES: Mapping[str, Rules] = {"hugging-face": HUGGING_FACE, "fused": FUSED}
@@ -79,10 +86,9 @@ class P2pSender:
         self._options = options
         self._meeting = Meeting.join(address, f"trainer rank {rank}")
         self._wire = _wire(address, options) if self._targets else None
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="p2p-last-target")
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="p2p-write")  # one after another: see `_write`
         self._staging = [_NOTHING] * STAGING
-        self._state = _SenderState(generation=0)
-        self._attempt = 0
+        self._state = _SenderState(attempt=0, generation=0)
         self._stale_keys: list[str] = []
 
     def send(self, bucket: WeightBucket) -> None:
@@ -90,11 +96,8 @@ class P2pSender:
             return
         meeting = self._meeting
         if bucket.index == 0:
-            self._attempt = meeting.attempt()
-            self._begin(self._attempt)
-        attempt = self._attempt
-        meeting.raise_if_over(attempt)
-        last = self._targets[-1]
+            self._begin(meeting.attempt())
+        meeting.raise_if_over(self._state.attempt)
         for rank, same_layout in groupby(self._targets, key=lambda target: target.rank):
             parameters = list(self._state.replicas[rank].load(bucket.tensors))
             if bucket.last:
@@ -103,14 +106,23 @@ class P2pSender:
             rows = {parameter.name: parameter.rows for parameter in parameters if parameter.rows}
             announcement = Announcement(layout=layout_of(laid_out), rows=rows)
             self._settle(leave=STAGING - 1)  # what still reads the buffer that comes next
-            staging = self._pack(laid_out, announcement.layout)
-            for target in same_layout:
-                peer = self._slot(attempt, target, announcement)
-                arguments = (attempt, target, announcement.layout, peer, staging)
-                if target == last:
-                    self._state.background.append(self._pool.submit(self._write, *arguments))
-                else:
-                    self._write(*arguments)
+            self._send_pieces(list(same_layout), laid_out, announcement)
+
+    def _send_pieces(self, targets: Sequence[Target], bucket: WeightBucket, announcement: Announcement) -> None:
+        """Pack once for all targets of a layout, and let the pool write what is packed."""
+        state, layout = self._state, announcement.layout
+        for target in targets:
+            self._announce(target, announcement)
+        staging = self._buffer(layout.num_bytes)
+        writes: list[Future[None]] = []
+        state.background.append(writes)
+        peers: dict[Target, Peer] = {}
+        parts = pieces(layout.num_bytes, PIECE_BYTES) or [(0, 0)]  # that nothing comes is said, too
+        for part in fill_pieces(staging, bucket, layout, parts):
+            for target in targets:
+                if target not in peers:
+                    peers[target] = self._place(target, layout)
+                writes.append(self._pool.submit(self._write, state, target, layout, peers[target], staging, part))
 
     def finish(self, version: int) -> Mapping[str, float]:
         """Wait for the write in the background; its failure is raised here at the latest."""
@@ -143,73 +155,84 @@ class P2pSender:
             self._staging = [_NOTHING] * STAGING
         size = self._options.engine_ranks
         rules = RULES[self._options.layout]
+        self._state.given_up = True  # where the one before was, what is left of its writes may still wait in the pool
         self._state = _SenderState(
+            attempt=attempt,
             generation=generation,
             replicas={target.rank: Replica(rules, target.rank, size) for target in self._targets},
-            slots=self._state.slots if generation == self._state.generation else {},
             retried_before=wire.retried,
         )
 
     def _settle(self, leave: int = 0) -> None:
-        """Wait for the writes in the background but the `leave` last ones; raise what failed."""
+        """Wait for the writes of all buffers but the `leave` last ones; raise what failed."""
         while len(self._state.background) > leave:
-            self._state.background.popleft().result()
+            for write in self._state.background.popleft():
+                write.result()
 
-    def _pack(self, bucket: WeightBucket, layout: Layout) -> torch.Tensor:
-        """The next staging buffer with the bucket in it. Nothing reads the one that is replaced: see `_settle`."""
+    def _buffer(self, num_bytes: int) -> torch.Tensor:
+        """The next staging buffer. Nothing reads the one that is replaced: see `_settle`."""
         wire = self._wire
         assert wire is not None
         buffer = self._staging.pop(0)
-        if layout.num_bytes > buffer.numel():
+        if num_bytes > buffer.numel():
             wire.unregister(buffer)
-            buffer = torch.empty(layout.num_bytes, dtype=torch.uint8)
+            buffer = torch.from_numpy(fresh(num_bytes))
             wire.register(buffer)
         self._staging.append(buffer)
-        fill(buffer, bucket, layout)
         return buffer
 
-    def _slot(self, attempt: int, target: Target, announcement: Announcement) -> Peer | None:
-        """Announce the bucket; the memory it may be written to, once that is free and large enough."""
-        meeting, keys = self._meeting, _Keys(attempt, target)
-        layout = announcement.layout
-        what = f"bucket {layout.index} of version {layout.version}"
-        meeting.tell(keys.of("layout", layout.index), announcement.to_json())
-        self._stale_keys += [keys.of(each, layout.index) for each in ("layout", "slot", "written", "taken")]
-        if layout.index >= SLOTS:
-            with waiting("trainer", on=f"engine {target.engine} to take an earlier bucket than {what}"):
-                meeting.wait(attempt, [keys.of("taken", layout.index - SLOTS)], missing=f"the slot for {what}")
-        if layout.num_bytes == 0:
-            return None
-        place = (target, layout.index % SLOTS)
-        peer = self._state.slots.get(place)
-        if peer is None or peer.num_bytes < layout.num_bytes:
-            # Metadata is asked for once; afterwards only when a bucket outgrows its slot.
-            key = keys.of("slot", layout.index)
-            with waiting("trainer", on=f"engine {target.engine} to make room for {what}"):
-                meeting.wait(attempt, [key], missing=f"memory for {what}")
-            endpoint, address, num_bytes = cast("tuple[str, int, int]", meeting.told(key))
-            peer = self._state.slots[place] = Peer(endpoint=endpoint, address=address, num_bytes=num_bytes)
+    def _announce(self, target: Target, announcement: Announcement) -> None:
+        keys, index = _Keys(self._state.attempt, target), announcement.layout.index
+        if index == 0:
+            self._stale_keys += [keys.of("offer", each) for each in range(AHEAD)]
+        self._stale_keys += [keys.of("offer", index + AHEAD)]
+        self._stale_keys += [keys.of(each, index) for each in ("layout", "larger", "written")]
+        self._meeting.tell(keys.of("layout", index), announcement.to_json())
+
+    def _place(self, target: Target, layout: Layout) -> Peer:
+        """The memory that the bucket is to be written to, once it is offered."""
+        keys, what = _Keys(self._state.attempt, target), f"bucket {layout.index} of version {layout.version}"
+        peer = self._offered(target, keys.of("offer", layout.index), what)
+        if peer.num_bytes < layout.num_bytes:
+            peer = self._offered(target, keys.of("larger", layout.index), what)
         return peer
 
-    def _write(self, attempt: int, target: Target, layout: Layout, peer: Peer | None, staging: torch.Tensor) -> None:
+    def _offered(self, target: Target, key: str, what: str) -> Peer:
+        with waiting("trainer", on=f"engine {target.engine} to make room for {what}"):
+            self._meeting.wait(self._state.attempt, [key], missing=f"memory for {what}")
+        endpoint, address, num_bytes = cast("tuple[str, int, int]", self._meeting.told(key))
+        return Peer(endpoint=endpoint, address=address, num_bytes=num_bytes)
+
+    def _write(
+        self,
+        state: _SenderState,
+        target: Target,
+        layout: Layout,
+        peer: Peer,
+        staging: torch.Tensor,
+        part: tuple[int, int],
+    ) -> None:
+        """Write one piece; after a bucket's last one say so. Nothing once another piece of this version has failed."""
         wire = self._wire
         assert wire is not None
-        if peer is not None:
-            step = self._options.segment_mib * 1024 * 1024
-            segments = [
-                Segment(start, min(step, layout.num_bytes - start), start) for start in range(0, layout.num_bytes, step)
-            ]
-            what = f"bucket {layout.index} of version {layout.version} to engine {target.engine}"
-            if self._options.engine_ranks > 1:
-                what += f" rank {target.rank}"
-            try:
-                wire.write(staging, peer, segments, what=what)
-            except TransportError as error:
-                names = ", ".join(slot.name for slot in layout.slots[:3])
-                error.where = f"{error.where}; tensors {names}{' …' if len(layout.slots) > 3 else ''}"
-                raise
-            self._state.wire_bytes += layout.num_bytes
-        self._meeting.tell(_Keys(attempt, target).of("written", layout.index), True)
+        if state.given_up:
+            return
+        begin, end = part
+        step = self._options.segment_mib * 1024 * 1024
+        segments = [Segment(start, min(step, end - start), start) for start in range(begin, end, step)]
+        what = f"bucket {layout.index} of version {layout.version} to engine {target.engine}"
+        if self._options.engine_ranks > 1:
+            what += f" rank {target.rank}"
+        try:
+            wire.write(staging, peer, segments, what=what)
+        except TransportError as error:
+            state.given_up = True
+            names = ", ".join(slot.name for slot in layout.slots[:3])
+            error.where = f"{error.where}; tensors {names}{' …' if len(layout.slots) > 3 else ''}"
+            raise
+        state.wire_bytes += end - begin
+        if end == layout.num_bytes:
+            self._meeting.tell(_Keys(state.attempt, target).of("written", layout.index), True)
 
 
 class _SenderState:
@@ -218,17 +241,20 @@ class _SenderState:
     def __init__(
         self,
         *,
+        attempt: int,
         generation: int,
         replicas: dict[int, Replica] | None = None,
-        slots: dict[tuple[Target, int], Peer] | None = None,
         retried_before: int = 0,
     ) -> None:
+        self.attempt = attempt
         self.generation = generation
         self.replicas = replicas or {}
-        self.slots = slots if slots is not None else {}
         self.retried_before = retried_before
         self.wire_bytes = 0
-        self.background: deque[Future[None]] = deque()
+        self.background: deque[list[Future[None]]] = deque()
+        """The writes of each staging buffer, the oldest first."""
+        self.given_up = False
+        """Whether a write failed, so that none is begun any more."""
 
 
 class P2pReceiver:
@@ -242,36 +268,56 @@ class P2pReceiver:
         self._meeting = Meeting.join(address, self._name, patience=ENGINE_PATIENCE)
         self._wire = _wire(address, options)
         self._generation = 0
-        self._slots: dict[tuple[Target, int], torch.Tensor] = {}
-        self._memory = Recycled()
+        self._lending = Lending(self._wire)
+        self._offers: dict[tuple[Target, int], Block] = {}
+        self._largest = 0
 
     def receive(self, version: int) -> Iterator[WeightBucket]:
-        meeting = self._meeting
-        attempt = meeting.attempt()
-        self._renew(cast(int, meeting.told("generation")))
+        attempt = self._meeting.attempt()
+        self._renew(cast(int, self._meeting.told("generation")))
+        for index in range(AHEAD + 1):
+            self._offer(attempt, index)
         index, complete = 0, False
-        while not complete:
-            what = f"bucket {index} of version {version}"
-            announcements = [self._prepare(attempt, target, index, version, what) for target in self._targets]
-            ranks = [self._take(attempt, *pair, what) for pair in zip(self._targets, announcements, strict=True)]
-            complete = announcements[0].layout.last
-            tensors = tuple(restore(self._rules, ranks))
-            yield WeightBucket(version=version, index=index, last=complete, tensors=tensors)
-            del ranks, tensors  # their memory may be the next bucket's, where the caller has let go of them too
-            index += 1
+        try:
+            while not complete:
+                what = f"bucket {index} of version {version}"
+                announcements = [self._prepare(attempt, target, index, version, what) for target in self._targets]
+                ranks = [self._take(attempt, *pair, what) for pair in zip(self._targets, announcements, strict=True)]
+                complete = announcements[0].layout.last
+                tensors = tuple(restore(self._rules, ranks))
+                yield WeightBucket(version=version, index=index, last=complete, tensors=tensors)
+                del ranks, tensors
+                if index and not complete:  # the caller has let go of the bucket before this one, if he ever will
+                    self._offer(attempt, index + AHEAD)
+                index += 1
+        finally:
+            self._withdraw()
 
     def close(self) -> None:
         self._meeting.leave()
-        self._slots.clear()
+        self._lending.close()
         self._wire.close()
 
     def _renew(self, generation: int) -> None:
-        if generation == self._generation:
-            return
-        self._generation = generation
-        for slot in self._slots.values():
-            self._wire.unregister(slot)
-        self._slots.clear()
+        if generation != self._generation:
+            self._generation = generation
+            self._lending.close()
+            self._lending = Lending(self._wire)
+
+    def _offer(self, attempt: int, index: int) -> None:
+        """Memory for a bucket of which nothing is known yet."""
+        for target in self._targets:
+            block = self._offers[target, index] = self._lending.lend(self._largest)
+            self._tell(_Keys(attempt, target).of("offer", index), block)
+
+    def _withdraw(self) -> None:
+        """No write is expected any more. If one is on its way all the same, its generation is over."""
+        for block in self._offers.values():
+            self._lending.give_back(block)
+        self._offers.clear()
+
+    def _tell(self, key: str, block: Block) -> None:
+        self._meeting.tell(key, [block.peer.endpoint, block.peer.address, block.peer.num_bytes])
 
     def _prepare(self, attempt: int, target: Target, index: int, version: int, what: str) -> Announcement:
         """What is coming, with room made for it."""
@@ -284,26 +330,20 @@ class P2pReceiver:
             raise TransportError(
                 "another version arrived", expected=f"version {version}", found=f"version {layout.version}"
             )
-        place = (target, index % SLOTS)
-        slot = self._slots.get(place)
-        if layout.num_bytes and (slot is None or slot.numel() < layout.num_bytes):
-            if slot is not None:
-                self._wire.unregister(slot)
-            slot = self._slots[place] = torch.empty(layout.num_bytes, dtype=torch.uint8)
-            peer = self._wire.register(slot)
-            meeting.tell(keys.of("slot", index), [peer.endpoint, peer.address, peer.num_bytes])
+        self._largest = max(self._largest, layout.num_bytes)
+        offer = self._offers[target, index]
+        if offer.peer.num_bytes < layout.num_bytes:
+            self._lending.give_back(offer)
+            larger = self._offers[target, index] = self._lending.lend(layout.num_bytes)
+            self._tell(keys.of("larger", index), larger)
         return announcement
 
     def _take(self, attempt: int, target: Target, announcement: Announcement, what: str) -> list[Parameter]:
-        meeting, keys, layout = self._meeting, _Keys(attempt, target), announcement.layout
+        layout = announcement.layout
+        written = _Keys(attempt, target).of("written", layout.index)
         with waiting(self._name, on=f"the trainer's write of {what}"):
-            meeting.wait(attempt, [keys.of("written", layout.index)], missing=f"the write of {what}")
-        block = torch.empty(0, dtype=torch.uint8)
-        if layout.num_bytes:
-            slot = self._slots[(target, layout.index % SLOTS)]
-            block = self._memory.take(layout.num_bytes, slot.device)
-            block.copy_(slot[: layout.num_bytes])
-        meeting.tell(keys.of("taken", layout.index), True)
+            self._meeting.wait(attempt, [written], missing=f"the write of {what}")
+        block = self._lending.hand_over(self._offers.pop((target, layout.index)), layout.num_bytes)
         return [
             Parameter(named.name, named.tensor, tuple(announcement.rows.get(named.name, ())))
             for named in unpack(block, layout).tensors
