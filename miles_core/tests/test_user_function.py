@@ -10,7 +10,7 @@ import pytest
 
 from miles_core.errors import PluginError
 from miles_core.registry import load_target
-from miles_core.user_function import absent_import, function_target
+from miles_core.user_function import absent_import, function_target, in_words
 
 GIVEN = {
     "globals": "globals()['sco' + 're'] = len\n",
@@ -157,3 +157,44 @@ def test_a_path_that_another_folder_would_find_says_so(tmp_path: Path, monkeypat
     with pytest.raises(PluginError) as refused:
         function_target("reward", "mine/nosuch.py:score")
     assert refused.value.do == "relative paths start where you start miles"
+
+
+RAISING = """import json
+
+def score(text):
+    return json.loads(text)
+
+def group(s):
+    raise ExceptionGroup('', [_caught()])
+
+def _caught():
+    try:
+        raise ValueError('one\\ntwo')
+    except ValueError as error:
+        return error
+
+def bare(s):
+    assert s
+"""
+
+
+def test_what_was_raised_is_told_with_the_users_own_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "reward.py").write_text(RAISING)
+
+    def told(name: str, argument: str) -> str:
+        with pytest.raises(Exception) as raised:
+            load_target(f"{tmp_path}/reward.py:{name}")(argument)
+        return in_words(raised.value)
+
+    monkeypatch.chdir(tmp_path)
+    assert told("score", "nothing").endswith("(reward.py:4)"), "its call into the standard library, not json's own line"
+    assert told("group", "") == "ValueError: one (reward.py:11)\ntwo", "the place is on the first line, the one shown"
+    monkeypatch.chdir("/")
+    assert told("bare", "") == f"AssertionError ({str(tmp_path).lstrip('/')}/reward.py:16)"
+
+
+def test_an_error_of_ours_has_no_line_of_the_user() -> None:
+    with pytest.raises(PluginError) as raised:
+        function_target("reward", "nothing")
+    raised.value.__traceback__ = raised.value.__traceback__ and raised.value.__traceback__.tb_next
+    assert in_words(raised.value) == "PluginError: `nothing` is neither module:function nor file.py:function"

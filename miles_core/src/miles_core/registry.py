@@ -28,7 +28,7 @@ from miles_core.capability import ENTRY_POINT_GROUP, KINDS, Capability, State
 from miles_core.errors import PluginError
 from miles_core.known import FIRST_PARTY, home
 from miles_core.plugin_loader import Outcome, load_plugin, new_manager
-from miles_core.user_function import function_target
+from miles_core.user_function import function_target, in_words
 
 DISABLE_VARIABLE = "MILES_DISABLE_PLUGINS"
 CORE = "miles-core"
@@ -213,7 +213,7 @@ def load_target(target: str) -> Any:
         found: Any = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
     except (Exception, SystemExit) as error:
         raise PluginError(
-            f"`{target}` cannot be imported: {type(error).__name__}: {error}",
+            f"`{target}` cannot be imported: {in_words(error)}",
             where=place,
             do="fix the module, or install what it imports",
         ) from error

@@ -1,9 +1,12 @@
-"""Functions that a run-file names instead of a plugin's capability: ``module:attr``, or ``file.py:fn``."""
+"""Functions that a run-file names instead of a plugin's capability: ``module:attr``, or ``file.py:fn``; and what
+is said of one that raises."""
 
 from __future__ import annotations
 
 import ast
 import sys
+import sysconfig
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
@@ -13,6 +16,10 @@ from types import CodeType
 
 from miles_core.errors import PluginError
 
+OURS = str(Path(__file__).parent)
+STANDARD = sysconfig.get_path("stdlib")
+PACKAGES = ("site-packages", "dist-packages")
+"""Parts of the paths of installed code."""
 ONLY_RUNNING_TELLS = frozenset({"__dict__", "__getattr__", "eval", "exec", "globals", "setattr", "vars"})
 """Code that says one of these may bind names that it does not spell."""
 
@@ -157,4 +164,35 @@ def _is_distributed(module: str) -> bool:
         return True
     found = sys.modules.get(module)
     spec = found.__spec__ if found is not None else find_spec(module)
-    return spec is not None and any(part in (spec.origin or "") for part in ("site-packages", "dist-packages"))
+    return spec is not None and any(part in (spec.origin or "") for part in PACKAGES)
+
+
+def in_words(error: BaseException) -> str:
+    """What foreign code raised: ``Type: message (file.py:line)``, with the place on the first line.
+
+    Of a group of exceptions, the first one is told.
+    """
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    message, place = str(error).strip(), _place(error)
+    head, _, rest = f"{type(error).__name__}{': ' if message else ''}{message}".partition("\n")
+    located = f"{head} ({place})" if place else head
+    return f"{located}\n{rest}" if rest else located
+
+
+def _place(error: BaseException) -> str | None:
+    """The innermost line of the user's own files that an error passed, else of installed packages; None if neither."""
+    own, packages = None, None
+    for frame in traceback.extract_tb(error.__traceback__):
+        if any(part in frame.filename for part in PACKAGES):
+            packages = frame
+        elif not frame.filename.startswith(("<", OURS, STANDARD)):
+            own = frame
+    if (found := own or packages) is None:
+        return None
+    return f"{_shown(Path(found.filename))}:{found.lineno}"
+
+
+def _shown(path: Path) -> Path:
+    """Relative to the working directory, if it is below it."""
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

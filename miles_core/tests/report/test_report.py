@@ -73,7 +73,7 @@ def run(tmp_path: Path) -> Path:
         directory.append(directory.timings, {"step": step, "time/rollout_s": 2.0, "time/train_s": 1.0})
         directory.event("publish", version=step)
     directory.event("alarm", step=4, message="<script>alert(1)</script>")
-    rows = (trajectory(1.0, "right"), trajectory(0.0, "<img src=x>"), trajectory(0.5, "half"))
+    rows = (trajectory(1.0, f"right {'word ' * 200}end"), trajectory(0.0, "<img src=x>"), trajectory(0.5, "half"))
     groups = [Group(prompt=Prompt(id="p", messages=()), trajectories=rows)]
     batch = batching.pack(groups)
     old = np.where(batch.loss_mask, -1.0, 0.0).astype(np.float32)
@@ -269,6 +269,7 @@ def test_the_command_shows_the_last_step_by_default_and_refuses_what_is_not_ther
     assert code == 0
     assert [item["reward"] for item in json.loads(output)] == [1.0, 0.0, 0.5]
     assert miles("inspect", str(run), "--step", "12", "--sample", "1")[0] == 0
+    assert f"right {'word ' * 200}end\n" in miles("inspect", str(run))[1], "a pipe gets every answer in full"
     code, output = miles("inspect", str(run), "--sample", "3")
     assert code == 1
     assert "0 to 2" in output

@@ -110,8 +110,23 @@ async def test_a_command_that_fails_is_a_failed_attempt_that_keeps_its_turns(tmp
     assert found.status is Status.FAILED
     assert found.failure is not None
     assert found.failure.boundary is Boundary.ENVIRONMENT
-    assert "no luck" in found.failure.message
+    assert found.failure.message.splitlines()[0].endswith("the agent ended with exit code 1: no luck")
     assert found.metadata["turns"] == 2
+
+
+async def test_a_program_that_raises_is_told_with_its_last_line(tmp_path: Path) -> None:
+    found = await Workplace(tmp_path).attempt(command=command(tmp_path, "def play():\n    return 1 / 0\n\nplay()\n"))
+    assert found.failure is not None
+    first = found.failure.message.splitlines()[0]
+    assert first.endswith(f"code 1: ZeroDivisionError: division by zero ({tmp_path}/agent.py:2)")
+
+
+async def test_a_function_that_raises_is_told_with_its_line(tmp_path: Path) -> None:
+    (tmp_path / "agents.py").write_text("async def play(task):\n    return task.nothing\n")
+    found = await Workplace(tmp_path).attempt(function=f"{tmp_path}/agents.py:play")
+    assert found.failure is not None
+    assert found.failure.boundary is Boundary.ENVIRONMENT
+    assert found.failure.message.endswith("agents.py:2)")
 
 
 async def test_words_of_the_model_on_the_output_score_nothing(tmp_path: Path) -> None:

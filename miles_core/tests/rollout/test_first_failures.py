@@ -1,10 +1,12 @@
-"""The first failure is said at once, and nothing but time-outs ends a run after one wave of them."""
+"""The first failure is said at once, and a run in which nothing but failures comes ends after a wave of them."""
 
 from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -17,9 +19,10 @@ from miles_core.rollout.episode import EpisodeKey, Episodes
 from miles_core.rollout.first_failures import FirstFailures
 from miles_core.rollout.rewards import RewardPool
 from miles_core.rollout.scheduler import collect
+from miles_core.testing.filter import example_group
 from miles_core.testing.scripted_session import ScriptedSessions, assemble_scripted
 from miles_core.testing.virtual_time import in_virtual_time
-from miles_core.types import Boundary, Message, Prompt, SamplingParams
+from miles_core.types import Boundary, Failure, Message, Prompt, SamplingParams, Status
 
 PROMPTS = [Prompt(id=f"q{i}", messages=(Message(role="user", content="?"),)) for i in range(20)]
 
@@ -89,6 +92,50 @@ async def test_one_attempt_that_ends_in_time_keeps_the_run_going() -> None:
             group_size=2,
         )
     assert len(said) == 1
+
+
+class Raising(Stuck):
+    """Raises, but for `good` episodes at the start."""
+
+    async def run(self, prompt: Prompt, session: SessionHandle) -> EpisodeResult:
+        self.left -= 1
+        if self.left < 0:
+            raise KeyError("label")
+        await session.complete(prompt.messages)
+        return EpisodeResult(reward=1.0)
+
+
+@pytest.mark.parametrize(("good", "ends"), [(0, r"each of the first 32 attempts failed"), (1, "too few groups")])
+@in_virtual_time
+async def test_a_run_in_which_everything_raises_ends_early_by_the_users_line(good: int, ends: str) -> None:
+    environment, said = Raising(good=good), list[str]()
+    with pytest.raises(RunError, match=ends) as raised:
+        await collect(
+            1,
+            stream=PromptStream(PROMPTS, seed=0),
+            episodes=episodes(environment, said),
+            spec=RolloutSpec(retries=2, max_waves=8),
+            groups=5,
+            group_size=2,
+        )
+    (only,) = said
+    line = Raising.run.__code__.co_firstlineno + 3
+    assert re.search(
+        rf"first failure at the environment \(prompt 'q\d+'\): KeyError: 'label' \(.*failures\.py:{line}\)", only
+    )
+    assert only.rpartition("): ")[2] in str(raised.value)
+    assert not getattr(raised.value, "__notes__", ()), "it is said once, though every attempt in flight fails as well"
+
+
+def test_engines_that_fail_may_come_back() -> None:
+    """None of the attempts is held against the run while one of the first failed for its engine."""
+    said, attempt = list[str](), example_group(1.0).trajectories[0]
+    watched = FirstFailures(said.append, wave=4)
+    for number in range(100):
+        boundary = Boundary.REWARD if number else Boundary.ENGINE
+        failure = Failure(boundary=boundary, message="gone")
+        watched.observe(replace(attempt, status=Status.FAILED, reward=None, failure=failure))
+    assert [text.split(" (")[0] for text in said] == ["first failure at the engine", "first failure at the reward"]
 
 
 @in_virtual_time

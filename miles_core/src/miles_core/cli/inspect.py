@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+UNLIMITED = 10**7
+"""Columns of a line that nothing cuts."""
 
 
 @click.command("inspect")
@@ -17,10 +27,9 @@ def command(run: Path, step: int | None, sample: int | None, as_json: bool) -> N
     """Show the trajectories that RUN trained on.
 
     Tokens are coloured by what the trainer makes of them: dim were given, the others by how far the trainer's log-prob
-    is from the engine's. A mark like v12 stands where weight version 12 begins to sample.
+    is from the engine's. A mark like v12 stands where weight version 12 begins to sample. A terminal cuts answers
+    at its width; a pipe gets them in full.
     """
-    from rich.console import Console
-
     from miles_core.errors import DataError
     from miles_core.report.inspect import show, summary_rows
     from miles_core.report.load import load_run
@@ -41,4 +50,17 @@ def command(run: Path, step: int | None, sample: int | None, as_json: bool) -> N
     if as_json:
         click.echo(json.dumps(summary_rows(rows if sample is None else [rows[sample]]), indent=1, ensure_ascii=False))
         return
-    show(Console(), record, step, sample, record.tokenizer)
+    _print(lambda console: show(console, record, step, sample, record.tokenizer))
+
+
+def _print(draw: Callable[[Console], None]) -> None:
+    """Draw in the terminal's width; in a pipe every text is in full and every table row on one line."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        draw(Console())
+        return
+    console = Console(file=io.StringIO(), width=UNLIMITED)
+    with console.capture() as captured:
+        draw(console)
+    click.echo("\n".join(line.rstrip() for line in captured.get().splitlines()))

@@ -27,7 +27,7 @@ from miles_core.config.unused import check_unused
 from miles_core.errors import PluginError
 from miles_core.registry import USER, Entry, Registry, load_target
 from miles_core.rules import Facts, Violation, evaluate, parse
-from miles_core.user_function import function_target
+from miles_core.user_function import function_target, in_words
 
 CORE_CHECKS = (*checks.CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *MODEL_CHECKS, *TRUE_ON_POLICY)
 """What must hold between core's own keys."""
@@ -327,7 +327,7 @@ def _guarded(target: str) -> Callable[[Facts], Any]:
         try:
             return list(function(facts))
         except Exception as error:
-            raise PluginError(f"`{target}` raised {type(error).__name__}: {error}") from error
+            raise PluginError(f"`{target}` raised {in_words(error)}") from error
 
     return call
 

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import tempfile
@@ -150,7 +151,15 @@ class AgentEnvironment:
             _kill_group(process.pid)
             await process.wait()
         if code != 0:
-            raise AgentFailed(f"the agent ended with exit code {code}: {complained[-2000:].decode(errors='replace')}")
+            raise AgentFailed(_ended(code, complained[-2000:].decode(errors="replace")))
+
+
+def _ended(code: int, complained: str) -> str:
+    """The first line has what says most: the last line, and where a Python traceback ends."""
+    last = complained.strip().rpartition("\n")[2].strip()
+    places = re.findall(r'^ *File "(.+)", line (\d+)', complained, re.MULTILINE)
+    place = f" ({places[-1][0]}:{places[-1][1]})" if places else ""
+    return f"the agent ended with exit code {code}: {last}{place}\n{complained}".rstrip()
 
 
 @dataclass(frozen=True, slots=True)

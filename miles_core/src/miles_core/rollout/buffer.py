@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from miles_core.errors import ConfigError, MilesError, PluginError
 from miles_core.kinds.data_buffer import BufferContext, DataBuffer, FinishedGroup
 from miles_core.options import BoundedBufferOptions
+from miles_core.user_function import in_words
 
 STALE = "stale"
 """The reason for rejecting a group that is too old when it would be taken."""
@@ -105,4 +106,4 @@ class GuardedBuffer:
         except MilesError:
             raise
         except Exception as error:
-            raise PluginError(f"{self._name}: {call} raised {type(error).__name__}: {error}") from error
+            raise PluginError(f"{self._name}: {call} raised {in_words(error)}") from error

@@ -21,6 +21,7 @@ from typing import Any, BinaryIO
 
 from miles_core.kinds.reward import MAX_REWARD
 from miles_core.registry import load_target
+from miles_core.user_function import in_words
 
 HEADER_BYTES = 4
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -40,7 +41,7 @@ def main() -> None:
                 raise TypeError(f"{load} is a {type(function).__name__}, not a function")
             rewards.append((function, options))
     except BaseException as error:  # noqa: BLE001 - other people's module code; the pool raises it as a PluginError
-        _send(verdicts, {"error": f"{type(error).__name__}: {error}", "trace": _trace()})
+        _send(verdicts, {"error": in_words(error), "trace": _trace()})
         return
     _send(verdicts, {"ready": True})
     while True:
@@ -67,7 +68,7 @@ def _call(function: Callable[..., Any], options: Mapping[str, Any], scored: Any)
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # noqa: BLE001 - the reward boundary: whatever a grader raises is a failed reward
-        return {"error": f"{type(error).__name__}: {error}", "trace": _trace()}
+        return {"error": in_words(error), "trace": _trace()}
 
 
 async def _awaited(value: Any) -> Any:

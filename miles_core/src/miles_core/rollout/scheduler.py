@@ -25,6 +25,7 @@ from miles_core.errors import PluginError, RunError
 from miles_core.rollout.episode import SCORED, EpisodeKey, Episodes
 from miles_core.rollout.tally import Tally
 from miles_core.types import Group, SamplingParams, Trajectory
+from miles_core.user_function import in_words
 
 NO_TRAINABLE = "no_trainable"
 """The reason for dropping a group in which no trajectory can be trained."""
@@ -254,7 +255,7 @@ def judge(group: Group, filters: Sequence[GroupFilter]) -> str | None:
             reason = picked.judge(group, **picked.options)
         except Exception as error:  # a plugin's code may raise anything; the error says whose it is
             raise PluginError(
-                f"filter {picked.name!r} raised {type(error).__name__}: {error}", found=f"prompt {group.prompt.id!r}"
+                f"filter {picked.name!r} raised {in_words(error)}", found=f"prompt {group.prompt.id!r}"
             ) from error
         if reason is not None and not (isinstance(reason, str) and reason):
             raise PluginError(

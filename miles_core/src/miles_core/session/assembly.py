@@ -23,6 +23,7 @@ from miles_core.session.mismatch import diagnose
 from miles_core.session.row import TokenRow
 from miles_core.session.tree import Node, TreeSession, leaf_spans
 from miles_core.types import Bool, Boundary, Failure, FinishReason, Status, Tool, Trajectory
+from miles_core.user_function import in_words
 
 AnySession = LinearSession | TreeSession
 
@@ -221,7 +222,7 @@ def _raised(session: AnySession, error: BaseException) -> tuple[Status, Failure 
     if isinstance(error, TimeoutError):
         message = str(error) or "the episode ran past its deadline"
         return Status.FAILED, Failure(boundary=Boundary.ENVIRONMENT, message=message, timed_out=True)
-    return Status.FAILED, Failure(boundary=_boundary(session, error), message=f"{type(error).__name__}: {error}")
+    return Status.FAILED, Failure(boundary=_boundary(session, error), message=in_words(error))
 
 
 def _boundary(session: AnySession, error: BaseException) -> Boundary:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from miles_core.errors import PluginError
 from miles_core.session.matching import matcher_name
 from miles_core.session.tree import Node, TreeSession
+from miles_core.user_function import in_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ def pick(session: TreeSession, picker: Picker) -> list[Leaf]:
         chosen = list(picker(tuple(leaves)))
     except Exception as error:
         # Foreign code: whatever it raises is its own failure, and the session's turns are still there.
-        raise PluginError(f"the leaf picker {name} raised {type(error).__name__}: {error}") from error
+        raise PluginError(f"the leaf picker {name} raised {in_words(error)}") from error
     known = {id(leaf) for leaf in leaves}
     if len({id(leaf) for leaf in chosen}) != len(chosen) or not all(id(leaf) in known for leaf in chosen):
         raise PluginError(

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from miles_core.errors import SessionError
 from miles_core.kinds.matcher import Matcher
 from miles_core.types import Message, ToolCall
+from miles_core.user_function import in_words
 
 COMPARED_FIELDS = ("role", "content", "reasoning", "tool_calls")
 """The fields that are compared. `name` and `tool_call_id` are not among them: agent programs add and drop them at will,
@@ -116,7 +117,7 @@ def _ask(matcher: Matcher, stored: Message, replayed: Message, position: int) ->
     except Exception as error:
         # Any exception of foreign code is the matcher's failure, never a match and never the agent's fault.
         raise MatcherError(
-            f"the matcher {matcher_name(matcher)} raised {type(error).__name__}: {error}",
+            f"the matcher {matcher_name(matcher)} raised {in_words(error)}",
             where=f"message {position} of the history",
             do="fix the matcher, or pick session.matcher: strict",
         ) from error

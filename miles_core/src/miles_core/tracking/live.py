@@ -250,10 +250,10 @@ def _logprobs_text(numbers: Mapping[str, float]) -> str:
         return f"mean |d| {fresh:.2g} on the {fraction:.0%} fresh tokens, {mean:.2g} on all; the rest is also age"
     if fraction < 1:
         return f"mean |d| {mean:.2g} nats; no fresh tokens, so age and numerics are not told apart"
-    return f"mean |d| {mean:.2g}, max {numbers['abs_diff_max']:.2g} nats (rounding; broken above a mean of {_LIMIT})"
+    if (largest := numbers["abs_diff_max"]) == 0:
+        return "identical, token by token"
+    return f"mean |d| {mean:.2g}, max {largest:.2g} nats (broken above a mean of {MAX_MEAN_ABS_DIFF:g})"
 
-
-_LIMIT = f"{MAX_MEAN_ABS_DIFF:g}"
 
 _TELLING = {
     "tokens": "checked_trajectories",
