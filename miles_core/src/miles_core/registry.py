@@ -6,7 +6,6 @@ The registry is built once, in the driver, and never changes. Worker processes d
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import importlib
 import importlib.metadata
@@ -26,7 +25,8 @@ from packaging.utils import canonicalize_name
 
 from miles_core.capability import ENTRY_POINT_GROUP, KINDS, Capability, State
 from miles_core.errors import PluginError
-from miles_core.known import FIRST_PARTY, home
+from miles_core.guesses import closest
+from miles_core.known import FIRST_PARTY, KNOWN, home
 from miles_core.plugin_loader import Outcome, load_plugin, new_manager
 from miles_core.user_function import function_target, in_words
 
@@ -151,7 +151,8 @@ class Registry:
         if place:
             do = f"`{name}` is in {place.distribution}: pip install {place.target} from the Miles repository"
         else:
-            do = _did_you_mean(name, usable) or f"miles plugins list shows every {kind} there is"
+            ours = [each for known, each in KNOWN if known == kind]
+            do = _did_you_mean(name, [*usable, *ours]) or f"miles plugins list shows every {kind} there is"
         unloaded = ", ".join(f"{each.owner} ({each.state})" for each in failed.values())
         return PluginError(
             message,
@@ -333,8 +334,8 @@ def _conflict(entry: Entry, entries: Sequence[Entry]) -> Entry:
 
 
 def _did_you_mean(name: str, known: Iterable[str]) -> str | None:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"did you mean `{close[0]}`?" if close else None
+    close = closest(name, known, cutoff=0.5)
+    return f"did you mean `{close}`?" if close else None
 
 
 def _user_function(kind: str, use: str, base: Path) -> Entry:

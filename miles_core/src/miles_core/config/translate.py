@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +15,7 @@ from miles_core.config import picks, yaml12
 from miles_core.config.load import KeyPath, Source, dotted
 from miles_core.config.problems import Problem
 from miles_core.config.spec import RunSpec
+from miles_core.guesses import KEYS, closest, plain
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -180,17 +180,21 @@ def _one_of(found: Any, context: Mapping[str, Any]) -> dict[str, str]:
     names = [name.strip().strip("'") for name in expected.replace(" or ", ", ").split(",")]
     if len(names) == 1:
         return {"message": f"must be `{names[0]}`"}
-    close = difflib.get_close_matches(str(found), names, n=1)
+    close = closest(str(found), names)
     message = "must be one of " + ", ".join(f"`{name}`" for name in names)
-    return {"message": message + (f". Did you mean `{close[0]}`?" if close else "")}
+    return {"message": message + (f". Did you mean `{close}`?" if close else "")}
 
 
 def _unknown(model: type[BaseModel], inside: KeyPath, base: KeyPath) -> str:
     key = str(inside[-1])
     siblings = list(fields_of(model, inside[:-1]))
-    if close := difflib.get_close_matches(key, siblings, n=1, cutoff=0.6):
-        return f"unknown key. Did you mean `{close[0]}`?"
-    elsewhere = [path for path in known_paths(RunSpec) if path.split(".")[-1] == key]
+    meant = KEYS.get(plain(key), "")
+    section, _, last = meant.rpartition(".")
+    if last in siblings and section == dotted((*base, *inside[:-1])):
+        return f"unknown key. Did you mean `{last}`?"
+    if close := closest(key, siblings):
+        return f"unknown key. Did you mean `{close}`?"
+    elsewhere = [path for path in known_paths(RunSpec) if path.split(".")[-1] == key] or ([meant] if meant else [])
     if elsewhere:
         return f"unknown key here. Did you mean `{elsewhere[0]}`?"
     if not siblings:
