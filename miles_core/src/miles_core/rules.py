@@ -43,6 +43,23 @@ class Facts:
     """Whether the run is to be started on this machine: only then does it matter what is installed and writable."""
 
 
+def facts_of(values: dict[str, Any], tags: dict[str, frozenset[str]], *, here: bool = True) -> Facts:
+    """A run-file as flat facts: ``section.key`` to value; a list of picks under its own path, as names."""
+    flat: dict[str, Any] = {}
+
+    def visit(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, item in value.items():
+                visit(f"{path}.{key}" if path else key, item)
+        elif isinstance(value, list):
+            flat[path] = tuple(item["use"] if isinstance(item, dict) and "use" in item else item for item in value)
+        else:
+            flat[path] = value
+
+    visit("", values)
+    return Facts(flat, tags, here)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """What a `check` function reports."""

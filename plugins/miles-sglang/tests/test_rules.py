@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from miles_core.config.resolve import facts_of
 from miles_core.registry import load_target
-from miles_core.rules import evaluate
+from miles_core.rules import evaluate, facts_of
 from miles_sglang.options import SglangOptions
 from miles_sglang.plugin import miles_engines
 from miles_sglang.rules import sglang_is_there

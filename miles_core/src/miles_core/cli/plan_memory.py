@@ -65,9 +65,8 @@ def _options(entry: Entry, overrides: tuple[str, ...], gpus: int, model: Path) -
     from miles_core.config import translate
     from miles_core.config.load import parse
     from miles_core.config.problems import Problem, RunFileError
-    from miles_core.config.resolve import facts_of
     from miles_core.registry import load_target
-    from miles_core.rules import evaluate
+    from miles_core.rules import evaluate, facts_of
 
     source = parse(f"backend: {{use: {entry.name}}}", overrides)
     given = source.tree["backend"]

@@ -65,7 +65,7 @@ def command(run_file: Path | None, overrides: tuple[str, ...], model: str | None
 
         source = load(run_file, overrides)
         registry = discover(source.disabled_plugins())
-        resolved = resolve(source, registry)
+        resolved = resolve(source, registry, unread=serve.UNREAD)
         work = serve.serve_run(resolved, registry, listen(resolved.spec.model.path), click.echo)
     asyncio.run(work)
 

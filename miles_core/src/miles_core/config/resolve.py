@@ -6,9 +6,9 @@ that would read it are skipped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from miles_core.capability import KINDS, Capability, Rule, State, architecture_name
@@ -20,13 +20,13 @@ from miles_core.config.files import absolute, check_files, check_imports
 from miles_core.config.load import KeyPath, Source, dotted
 from miles_core.config.picks import SECTIONS, default_pick
 from miles_core.config.problems import Problem, RunFileError
-from miles_core.config.salvage import whole, without
+from miles_core.config.salvage import left, whole, without
 from miles_core.config.spec import RewardPick, RunSpec
 from miles_core.config.true_on_policy import TRUE_ON_POLICY
 from miles_core.config.unused import check_unused
 from miles_core.errors import PluginError
 from miles_core.registry import USER, Entry, Registry, load_target
-from miles_core.rules import Facts, Violation, evaluate, parse
+from miles_core.rules import Facts, Violation, evaluate, facts_of, parse
 from miles_core.user_function import function_target, in_words
 
 CORE_CHECKS = (*checks.CHECKS, *ASYNC_CHECKS, *EVAL_CHECKS, *MODEL_CHECKS, *TRUE_ON_POLICY)
@@ -57,7 +57,7 @@ class ResolvedRun:
     spec: RunSpec
     """Every default filled in, the picks' options included; paths of model and data are absolute."""
     one: dict[str, Resolved]
-    """Has no `tito_family` if the run-file leaves it to the checkpoint."""
+    """Has no `tito_family` if the run-file leaves it to the checkpoint, and no kind that was left unread."""
     many: dict[str, tuple[Resolved, ...]]
     """In the order of the run-file; `reward` lines up with `spec.rewards`."""
     architectures: Mapping[str, str] = field(default_factory=dict)
@@ -79,6 +79,8 @@ class _Work:
     """Paths whose values must not be read."""
     unresolved: set[str] = field(default_factory=set)
     """Kinds with a pick that could not be resolved."""
+    unread: Collection[KeyPath] = ()
+    """Sections, and keys of sections, that whoever asks does not read."""
     picked: list[tuple[KeyPath, Entry, Any]] = field(default_factory=list)
     """Path, capability and options of each pick that resolved."""
 
@@ -90,7 +92,12 @@ class _Work:
 
 
 def check_run(
-    source: Source, registry: Registry, *, files: bool = True, look: Look | None = None
+    source: Source,
+    registry: Registry,
+    *,
+    files: bool = True,
+    look: Look | None = None,
+    unread: Collection[KeyPath] = (),
 ) -> tuple[ResolvedRun | None, list[Problem]]:
     """Validate everything. Returns the run, or None, and every problem that was found.
 
@@ -99,11 +106,15 @@ def check_run(
         registry: What is installed.
         files: Also look whether this machine has what the run needs: model folder, data, modules and programs.
         look: Also asked, once every key is sound.
+        unread: Sections, and keys of sections, that the caller does not read. Nothing in them is a problem, nor is what
+            depends on them.
     """
-    work = _Work(source, registry, list(source.problems))
+    source = replace(source, tree=left(source.tree, unread))
+    work = _Work(source, registry, list(source.problems), unread=unread)
     spec = _read_core(work)
     for kind, path, raw in _raw_picks(source.tree):
-        _resolve_pick(work, kind, path, raw)
+        if not any(path[: len(gone)] == gone for gone in unread):
+            _resolve_pick(work, kind, path, raw)
     if spec is None:
         return None, work.problems
     values = _completed(work, spec)
@@ -132,13 +143,20 @@ def _resolved_run(work: _Work, spec: RunSpec) -> ResolvedRun:
     return ResolvedRun(spec=spec, one=one, many=many, architectures=architectures)
 
 
-def resolve(source: Source, registry: Registry, *, files: bool = True, look: Look | None = None) -> ResolvedRun:
+def resolve(
+    source: Source,
+    registry: Registry,
+    *,
+    files: bool = True,
+    look: Look | None = None,
+    unread: Collection[KeyPath] = (),
+) -> ResolvedRun:
     """Validate a loaded run-file against what is installed; see `check_run`.
 
     Raises:
         RunFileError: with all problems at once.
     """
-    run, problems = check_run(source, registry, files=files, look=look)
+    run, problems = check_run(source, registry, files=files, look=look, unread=unread)
     if run is None:
         raise RunFileError(problems)
     return run
@@ -259,23 +277,6 @@ def _with_absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
 # --- rules and checks -------------------------------------------------------------------------------------------------
 
 
-def facts_of(values: dict[str, Any], tags: dict[str, frozenset[str]], *, here: bool = True) -> Facts:
-    """A run-file as flat facts: ``section.key`` to value; a list of picks under its own path, as names."""
-    flat: dict[str, Any] = {}
-
-    def visit(path: str, value: Any) -> None:
-        if isinstance(value, dict):
-            for key, item in value.items():
-                visit(f"{path}.{key}" if path else key, item)
-        elif isinstance(value, list):
-            flat[path] = tuple(item["use"] if isinstance(item, dict) and "use" in item else item for item in value)
-        else:
-            flat[path] = value
-
-    visit("", values)
-    return Facts(flat, tags, here)
-
-
 def _tags(work: _Work) -> dict[str, frozenset[str]]:
     tags: dict[str, frozenset[str]] = {}
     for _, entry, _ in work.picked:
@@ -285,13 +286,17 @@ def _tags(work: _Work) -> dict[str, frozenset[str]]:
 
 def _is_broken(work: _Work, path: str) -> bool:
     """Whether the value at `path`, or one inside or around it, must not be read."""
+    return _overlaps(path, (*work.broken, *work.unread))
+
+
+def _is_unknown(work: _Work, kind: str) -> bool:
+    """Whether nobody can tell what the capability of a kind provides."""
+    return kind in work.unresolved or (kind in SECTIONS and _overlaps(dotted(SECTIONS[kind]), work.unread))
+
+
+def _overlaps(path: str, gone: Iterable[KeyPath]) -> bool:
     parts = path.split(".")
-    for gone in work.broken:
-        names = [str(part) for part in gone]
-        shared = min(len(names), len(parts))
-        if names[:shared] == parts[:shared]:
-            return True
-    return False
+    return any(all(str(a) == b for a, b in zip(each, parts, strict=False)) for each in gone)
 
 
 def _apply_rules(work: _Work, values: dict[str, Any], *, here: bool) -> None:
@@ -305,7 +310,7 @@ def _apply_rule(work: _Work, rule: Rule, owner: str, path: KeyPath, facts: Facts
     try:
         conditions = [parse(text) for text in (*rule.when, *rule.needs)]
         reads_broken = any(
-            condition.subject in work.unresolved if condition.tag else _is_broken(work, condition.subject)
+            _is_unknown(work, condition.subject) if condition.tag else _is_broken(work, condition.subject)
             for condition in conditions
         )
         if reads_broken or (rule.check and (work.broken or work.unresolved)):
@@ -370,7 +375,7 @@ def _functions(work: _Work, spec: RunSpec) -> Iterator[tuple[str, str]]:
 
 def _report_findings(work: _Work, spec: RunSpec, findings: Iterable[checks.Found]) -> None:
     for finding in findings:
-        if any(_is_broken(work, path) for path in finding.reads) or work.unresolved & finding.kinds:
+        if any(_is_broken(work, path) for path in finding.reads) or any(_is_unknown(work, k) for k in finding.kinds):
             continue
         path: KeyPath = tuple(int(part) if part.isdecimal() else part for part in finding.path.split("."))
         value = checks.value_at(spec, finding.path) if finding.show else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from miles_core.config.load import KeyPath
@@ -28,6 +29,18 @@ def without(tree: Any, gone: set[KeyPath], path: KeyPath = ()) -> Any:
     keys = dict.fromkeys([*tree, *(str(lost[-1]) for lost in gone if lost[:-1] == path and lost in _PLACEHOLDERS)])
     kept = {key: _item(tree.get(key), gone, (*path, key)) for key in keys}
     return {key: item for key, item in kept.items() if item is not _GONE}
+
+
+def left(tree: dict[str, Any], gone: Collection[KeyPath]) -> dict[str, Any]:
+    """The tree without sections and keys of sections that nothing reads, required ones filled in."""
+    kept = {
+        name: {key: item for key, item in value.items() if (name, key) not in gone}
+        if isinstance(value, dict)
+        else value
+        for name, value in tree.items()
+        if (name,) not in gone
+    }
+    return kept | {str(path[0]): value for path, value in _PLACEHOLDERS.items() if len(path) == 1 and path in gone}
 
 
 def _item(value: Any, gone: set[KeyPath], path: KeyPath) -> Any:

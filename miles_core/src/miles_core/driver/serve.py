@@ -10,8 +10,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from miles_core.config.load import KeyPath
 from miles_core.config.model_folder import read_model_folder
 from miles_core.config.resolve import ResolvedRun
+from miles_core.config.spec import RolloutSpec, RunSpec
 from miles_core.driver.assemble import context_length, make
 from miles_core.driver.families import claimed_family, family_name, pick_family
 from miles_core.driver.settings import choose_device, engine_spec
@@ -33,6 +35,15 @@ from miles_core.testing.served_script import read_script, scripted_engine
 from miles_core.tokenizer import ChatTokenizer
 
 SCRIPTED = "scripted"
+SERVED = ("seed", "model", "session", "engine", "executor", "placement", "precision", "plugins")
+"""Sections that `serve_run` reads, besides rollout.routes."""
+UNREAD: tuple[KeyPath, ...] = (
+    *((name,) for name in RunSpec.model_fields if name not in (*SERVED, "rollout")),
+    *(("rollout", name) for name in RolloutSpec.model_fields if name != "routes"),
+    ("placement", "mode"),
+    ("placement", "trainer_ranks"),
+)
+"""What only training reads: a run-file of a server need not have it, and nothing wrong in it stops the server."""
 Say = Callable[[str], None]
 
 
