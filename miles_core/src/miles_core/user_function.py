@@ -190,9 +190,9 @@ def _place(error: BaseException) -> str | None:
             own = frame
     if (found := own or packages) is None:
         return None
-    return f"{_shown(Path(found.filename))}:{found.lineno}"
+    return f"{shown(Path(found.filename))}:{found.lineno}"
 
 
-def _shown(path: Path) -> Path:
+def shown(path: Path) -> Path:
     """Relative to the working directory, if it is below it."""
     return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -17,11 +17,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any, BinaryIO
 
 from miles_core.kinds.reward import MAX_REWARD
 from miles_core.registry import load_target
-from miles_core.user_function import in_words
+from miles_core.user_function import in_words, shown
 
 HEADER_BYTES = 4
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -64,11 +65,19 @@ def _call(function: Callable[..., Any], options: Mapping[str, Any], scored: Any)
             import asyncio  # here only: it is a third of the time a worker takes to start
 
             value = asyncio.run(_awaited(value))
-        return _verdict(value)
     except (KeyboardInterrupt, GeneratorExit):
         raise
     except BaseException as error:  # noqa: BLE001 - the reward boundary: whatever a grader raises is a failed reward
         return {"error": in_words(error), "trace": _trace()}
+    try:
+        return _verdict(value)
+    except Exception as error:  # noqa: BLE001 - the same boundary: a foreign object is asked for its number
+        return {"error": f"{in_words(error)}{_defined(function)}"}
+
+
+def _defined(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f" (returned by {shown(Path(code.co_filename))}:{code.co_firstlineno})" if code else ""
 
 
 async def _awaited(value: Any) -> Any:
