@@ -11,7 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from miles_core.cli import main
+from miles_core.kinds.reward import Scored
+from miles_core.registry import load_target
 from miles_core.testing.tiny import write_tiny_tokenizer
+from miles_core.types import Prompt
 
 BAD = "name: x\nmodel: absent\nschedule: {steps: 3, grup_size: 4}\n"
 
@@ -58,6 +61,12 @@ def test_init_writes_files_that_lack_only_what_is_not_installed(
     result = CliRunner().invoke(main, ["validate", "my run/run.yaml", "--json"])
     problems = json.loads(result.stdout)["problems"]
     assert {problem["path"] for problem in problems} <= {"model.path", "backend", "engine", "transport"}
+    score = load_target(f"{tmp_path}/my run/reward.py:score")
+    answers = {"5": 1.0, "2 + 3 = 5": 1.0, "2 + 3 = 5, and 4": 0.0, "15": 0.0, "five": 0.0}
+    first = json.loads((tmp_path / "my run/train.jsonl").read_text().splitlines()[0])
+    row = Prompt(id="q", messages=(), label=first["label"])
+    for answer, value in answers.items():
+        assert score(Scored(prompt=row, messages=(), response=answer, truncated=False, metadata={})) == value, answer
     again = CliRunner().invoke(main, ["init", "my run"])
     assert again.exit_code == 2
     assert "exists already" in again.stderr

@@ -34,14 +34,14 @@ rewards: [{score}]  # a function of yours, or {reward}
 
 # --- how trajectories are sampled ---
 rollout:
-  sampling: {{temperature: 1.0, max_tokens: 64}}
+  sampling: {{temperature: 1.0, max_tokens: 16}}
   filters: []  # {filter}
 
 # --- what is learnt from them ---
 advantage: grpo  # {advantage}
 loss: ppo-clip  # {loss}
 corrections: []  # {correction}
-optimizer: {{lr: 1e-6, schedule: constant, warmup_steps: 0}}
+optimizer: {{lr: 3e-5, schedule: constant, warmup_steps: 0}}  # for 135M parameters; larger models take less
 
 # --- what does the work ---
 backend: {use_backend}
@@ -68,14 +68,16 @@ TRAIN_ROWS = """\
 REWARD = '''\
 """The score of one answer."""
 
+import re
+
 
 def score(scored):
-    """1 for the label alone, 0.5 when the answer contains it, else 0.
+    """1 if the last number of the answer is the label, else 0.
 
     `scored` has the prompt (with its label), the conversation and the text of the last answer.
     """
-    answer, label = scored.response.strip(), str(scored.prompt.label)
-    return 1.0 if answer == label else 0.5 if label in answer else 0.0
+    numbers = re.findall(r"\\d+", scored.response)
+    return float(numbers[-1:] == [str(scored.prompt.label)])
 '''
 
 
