@@ -38,8 +38,10 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
     def _run_once(self) -> None:
         loop: Any = self
-        if not loop._ready and loop._scheduled and not self._jobs:
-            self._virtual = max(self._virtual, loop._scheduled[0]._when)
+        if not loop._ready and not self._jobs:
+            # Cancelled ones too are in the queue, and nothing happens at their time.
+            timers = (timer._when for timer in loop._scheduled if not timer._cancelled)
+            self._virtual = max(self._virtual, min(timers, default=self._virtual))
         super()._run_once()  # type: ignore[misc]
 
 
