@@ -239,6 +239,12 @@ def _eventually(condition: Any) -> bool:
 
 
 class TestProcess:
+    async def test_a_group_may_be_ended_twice(self, tmp_path: Path) -> None:
+        process = ServerProcess([sys.executable, "-c", CHILDREN], dict(os.environ), tmp_path / "log", [])
+        process.kill()
+        await process.stop()
+        assert process.exit_code == -signal.SIGKILL
+
     def test_killing_takes_grandchildren_along(self, tmp_path: Path) -> None:
         process = ServerProcess([sys.executable, "-c", CHILDREN], dict(os.environ), tmp_path / "log", [])
         assert _eventually(lambda: len(_group(process.pid)) == 2)

@@ -62,7 +62,7 @@ class Guard:
 
     def watch(self, files: Iterable[Path]) -> None:
         """Remove these too."""
-        if self._process.stdin is not None:
+        if self._process.stdin is not None and not self._process.stdin.closed:
             with contextlib.suppress(BrokenPipeError):  # somebody killed the guard
                 self._process.stdin.write("".join(f"{file}\n" for file in files).encode())
                 self._process.stdin.flush()
