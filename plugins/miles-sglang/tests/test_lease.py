@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -28,15 +29,35 @@ class FakeServer:
     def __init__(self) -> None:
         self.name, self.weights = "default", "checkpoint"
         self.sessions: dict[str, float] = {}
-        self.load_s = 1.0
+        self.load_s: Callable[[], float] = lambda: 1.0
+        self.loading = asyncio.Event()
+        self.loaded_at = 0.0
+        self._asked: set[str] = set()
+        self._reaped = 0.0
         self._scheduler = asyncio.Lock()
 
     async def handle(self, path: str, body: Any) -> Any:
+        """Goes on without whoever asked."""
         if path == "/model_info":  # answered beside the scheduler
             return {"weight_version": self.name}
+        if path == "/open_session":
+            if body["session_id"] in self._asked:  # and so is this, where somebody waits for that name
+                raise EngineError("a session with the same id is still open")
+            self._asked.add(body["session_id"])
+        work = asyncio.create_task(self._schedule(path, body))
+        work.add_done_callback(lambda done: self._answered(body, done))
+        return await asyncio.shield(work)
+
+    def _answered(self, body: Any, done: asyncio.Task[Any]) -> None:
+        self._asked.discard(body.get("session_id"))
+        done.exception()  # whoever asked may be gone
+
+    async def _schedule(self, path: str, body: Any) -> Any:
         async with self._scheduler:
             now = asyncio.get_running_loop().time()
-            self.sessions = {name: end for name, end in self.sessions.items() if end > now}
+            if now - self._reaped > 1.0:
+                self._reaped = now
+                self.sessions = {name: end for name, end in self.sessions.items() if end > now}
             if path == "/open_session":
                 if body["session_id"] in self.sessions:
                     raise EngineError("a session with the same id is still open")
@@ -47,8 +68,10 @@ class FakeServer:
             elif path == "/update_weight_version":
                 self.name = body["new_version"]
             elif path == "/update_weights_from_disk":
-                await asyncio.sleep(self.load_s)
+                self.loading.set()
+                await asyncio.sleep(self.load_s())
                 self.weights, self.name = body["model_path"], body["weight_version"]
+                self.loaded_at = asyncio.get_running_loop().time()
             return {"success": True}
 
 
@@ -74,22 +97,27 @@ class Driver:
 
     def __init__(self, server: FakeServer, number: int, delay: Any = lambda: 0.01) -> None:
         self.server, self.line = server, Line(server, delay)
-        self.claim = Claim(f"miles/host{number}+0/{number}/1/{number:02x}", f"run {number}", attached=True)
+        owner = f"miles/host{number}+0/{number}/1/{number:02x}"
+        self.claim = Claim(owner, f"run {number}", lambda: self.line, attached=True, lost=self._lose)
         self.version, self.lost, self.sampled = -1, False, 0
 
     async def attach(self) -> None:
-        await self.claim.take(self.line)
+        await self.claim.take()
         await self.push(-1)
-        self.claim.keep(lambda: cast("Client", self.line), self._lose)
 
     def _lose(self, why: EngineLost) -> None:
         self.lost = True
 
     async def push(self, version: int) -> None:
-        async with self.claim.loading(self.line, 900.0):
-            folder = Path(f"{self.claim.owner}/{version}")
-            await DiskUpdate().push(self.line, DIALECT, folder, self.claim.name(version), flush=True)
+        await self.claim.check_held()
+        folder = Path(f"{self.claim.owner}/{version}")
+        await DiskUpdate().push(self.line, DIALECT, folder, self.claim.name(version), flush=True)
         self.version = version
+
+    def die(self) -> None:
+        """As kill -9 would: nothing is released. Its other tasks are the test's to cancel."""
+        if self.claim._keeping is not None:
+            self.claim._keeping.cancel()
 
     async def sample(self) -> None:
         """Tokens carry the name at the server; what passes as this run's must be of its weights."""
@@ -115,12 +143,10 @@ async def test_a_second_run_waits_for_the_lease_of_a_dead_one_and_no_longer() ->
     first, second = Driver(server, 1), Driver(server, 2)
     await first.attach()
     await asyncio.sleep(10 * RENEW_S + 1)
-    keeping = first.claim._keeping
-    assert keeping is not None
-    keeping.cancel()  # as kill -9 would: nothing is released
+    first.die()
     began = asyncio.get_running_loop().time()
     await second.attach()
-    assert LEASE_S - RENEW_S < asyncio.get_running_loop().time() - began < LEASE_S + 5
+    assert LEASE_S - RENEW_S < asyncio.get_running_loop().time() - began < LEASE_S + 10
     await second.drive(2, lambda: 1.0)
     assert second.sampled == 6
 
@@ -129,20 +155,50 @@ async def test_a_second_run_waits_for_the_lease_of_a_dead_one_and_no_longer() ->
 async def test_a_living_run_keeps_its_server_through_a_load_that_outlasts_many_leases() -> None:
     server = FakeServer()
     first, second = Driver(server, 1), Driver(server, 2)
-    await first.attach()
-    server.load_s = 20 * LEASE_S
+    server.load_s = lambda: 20 * LEASE_S
+    attaching = asyncio.create_task(first.attach())
+    await server.loading.wait()
+    with pytest.raises(EngineError, match="another engine of Miles uses this server"):
+        await second.attach()
+    assert server.loaded_at, "it was told before the server could answer"
+    await attaching
     update = asyncio.create_task(first.push(0))
-    for _ in range(8):
-        with pytest.raises(EngineError, match="another engine of Miles uses this server"):
-            await second.attach()
-    await update
     with pytest.raises(EngineError, match="process 1 on host1, its version 0"):
         await second.attach()
+    await update
     assert not first.lost
-    await first.claim.release(first.line)
+    await first.claim.release()
     assert server.name == RELEASED
-    server.load_s = 1.0
+    server.load_s = lambda: 1.0
     await second.attach()
+
+
+@pytest.mark.parametrize("load_s", [2.0, LEASE_S, 20 * LEASE_S])
+@pytest.mark.parametrize("killed_after_s", [0.1, 0.9 * LEASE_S, 10 * LEASE_S])
+@pytest.mark.parametrize("engine_start", [False, True])
+def test_a_run_that_is_killed_while_weights_load_leaves_its_server_within_a_lease(
+    load_s: float, killed_after_s: float, engine_start: bool
+) -> None:
+    async def main() -> None:
+        server = FakeServer()
+        first, second = Driver(server, 1), Driver(server, 2)
+        if not engine_start:
+            await first.attach()
+        server.load_s, server.loading = (lambda: load_s), asyncio.Event()
+        load = asyncio.create_task(first.attach() if engine_start else first.push(0))
+        await server.loading.wait()
+        taking = asyncio.create_task(second.claim.take())
+        await asyncio.sleep(min(killed_after_s, load_s / 2))
+        first.die()
+        load.cancel()
+        await taking
+        assert asyncio.get_running_loop().time() - server.loaded_at < LEASE_S + 10
+        server.load_s = lambda: 1.0
+        await second.push(-1)
+        await second.drive(2, lambda: 1.0)
+        assert second.sampled == 6
+
+    run_virtual(main())
 
 
 @in_virtual_time
@@ -159,8 +215,10 @@ async def test_of_runs_that_attach_at_once_one_gets_the_server() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32), st.booleans())
 def test_no_run_trains_on_tokens_of_another_whatever_is_delayed(seed: int, stalls: bool) -> None:
-    """Runs come, are killed, and, with `stalls`, are stopped between any two messages for longer than a lease."""
+    """Runs come, load for a second or many leases, are killed, and, with `stalls`, are stopped between any two messages
+    for longer than a lease."""
     rng = random.Random(seed)
+    load_s = rng.choice((1.0, 1.0, RENEW_S, 3 * LEASE_S))
 
     def delay() -> float:
         if stalls and rng.random() < 0.03:
@@ -171,13 +229,14 @@ def test_no_run_trains_on_tokens_of_another_whatever_is_delayed(seed: int, stall
         try:
             await run.attach()
             await run.drive(rng.randrange(2, 6), lambda: rng.uniform(1.0, 2 * RENEW_S))
-            await run.claim.release(run.line)
+            await run.claim.release()
         except EngineError:
             if not stalls:
                 assert not run.sampled, "a run that was never stopped lost its server"
 
     async def main() -> None:
         server = FakeServer()
+        server.load_s = lambda: rng.uniform(0.1, load_s)
         runs = [Driver(server, number, delay) for number in range(4)]
         lives = []
         for run in runs:
@@ -186,8 +245,7 @@ def test_no_run_trains_on_tokens_of_another_whatever_is_delayed(seed: int, stall
             if rng.random() < 0.3:
                 killed = rng.choice(range(len(lives)))
                 lives[killed].cancel()
-                if (keeping := runs[killed].claim._keeping) is not None:
-                    keeping.cancel()
+                runs[killed].die()
         await _all(lives)
 
     run_virtual(main())

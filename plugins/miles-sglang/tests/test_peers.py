@@ -186,13 +186,14 @@ async def test_a_claim_of_this_host_is_void_when_its_process_has_ended(peer: Pee
 async def test_what_a_dead_run_of_another_host_left_is_void_when_its_lease_has_ended(
     peer: Peer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("miles_sglang.claim.AGAIN_S", 0.01)
+    monkeypatch.setattr("miles_sglang.claim.REST_S", 0.05)
     peer.version = "miles/another.host+0/1/2/ab/7"
-    peer.sessions["miles-lease-1"] = time.monotonic() + 0.3
+    peer.sessions["miles/another.host+0/1/2/ab/lease-1"] = time.monotonic() + 0.3
     async with attached(peer, model, tmp_path) as engine:
-        assert "miles-lease-0" in peer.sessions
+        ours = {f"{engine._claim.owner}/lease-{turn}" for turn in (0, 1)}
+        assert ours & peer.sessions.keys()
         assert [chunk.token_ids for chunk in await sample(engine)] == [(5, 6, 7, 8), ()]
-    assert not peer.sessions.keys() & {"miles-lease-0", "miles-lease-1"}
+    assert not ours & peer.sessions.keys()
 
 
 async def test_an_engine_whose_server_was_taken_is_lost_and_touches_it_no_more(
@@ -201,7 +202,7 @@ async def test_an_engine_whose_server_was_taken_is_lost_and_touches_it_no_more(
     monkeypatch.setattr("miles_sglang.claim.RENEW_S", 0.01)
     monkeypatch.setattr("miles_sglang.claim.AGAIN_S", 0.01)
     async with attached(peer, model, tmp_path) as engine:
-        peer.version, peer.sessions = "miles/another.host+0/1/2/ab/3", {"miles-lease-0": time.monotonic() + 60}
+        peer.version, peer.sessions = "miles/another.host+0/1/2/ab/3", {}
         while engine._server.failure is None:  # noqa: ASYNC110 -- looks from outside
             await asyncio.sleep(0.01)
         loads = peer.asked.count("/update_weights_from_disk")

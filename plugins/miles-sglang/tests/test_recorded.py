@@ -31,7 +31,7 @@ from miles_sglang.checkpoint import Checkpoint, read_checkpoint
 from miles_sglang.client import Client, _message
 from miles_sglang.dialect import Dialect
 from miles_sglang.engine import SglangEngine
-from miles_sglang.lease import TURNS
+from miles_sglang.lease import TAKING
 from miles_sglang.options import SglangOptions, TeacherOptions
 from miles_sglang.server import Server
 from miles_sglang.settings import fit_problems, sampling_problems
@@ -58,8 +58,9 @@ SETTINGS = (
 """Of GET /server_info, what the plugin reads."""
 MODEL = ("model_path", "served_model_name", "architectures", "weight_version")
 """Of GET /model_info."""
+SESSION = {"session_id": TAKING, "capacity_of_str_len": 0, "timeout": 600.0}
 REFUSED: tuple[tuple[str, dict[str, Any]], ...] = (
-    ("/open_session", {"session_id": TURNS[0], "capacity_of_str_len": 0, "timeout": 1.0}),
+    ("/open_session", SESSION),
     ("/end_weight_update", {}),
     ("/update_weights_from_tensor", {"serialized_named_tensors": []}),
     ("/update_weights_from_disk", {"model_path": "/nowhere/at/all"}),
@@ -254,9 +255,11 @@ def test_the_live_server_answers_an_engine_as_recorded(
             await publish(engine, feed, models.served, 0)
             assert await engine._server.alive()
             client = engine._server.client
+            await client.post("/open_session", SESSION)
             for path, body in REFUSED:
                 with pytest.raises(EngineError):
                     await client.post(path, body)
+            await client.post("/close_session", SESSION)
             await engine.close()
         teacher = SglangTeacher(TeacherOptions(model=str(models.served), url=seeded.url, dtype="float32"))
         await teacher.score(row((1, 20, 33, 47)))

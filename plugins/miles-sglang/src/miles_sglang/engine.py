@@ -66,7 +66,12 @@ class SglangEngine:
         self._updating = asyncio.Lock()
         self._counts = {"tokens_sampled": 0, "cached_tokens": 0, "resubmitted": 0}
         url = url_of(options.urls, context.index, self._name)
-        self._claim = Claim.of_this_process(self._name, attached=url is not None)
+        self._claim = Claim.of_this_process(
+            self._name,
+            lambda: self._server.client,
+            attached=url is not None,
+            lost=lambda why: self._server.lose(why),
+        )
         self._checkpoint = read_checkpoint(Path(context.model_path), options.dtype)
         self._update = make_update(options)
         self._adapter = read_adapter(Path(options.adapter)) if options.adapter else None
@@ -97,7 +102,7 @@ class SglangEngine:
         server, served = self._server, self._store.served
         if server.attached:
             await check_model(server.client, self._checkpoint, self._name)
-            await self._claim.take(server.client)
+            await self._claim.take()
             await clear(server.client, server.dialect)  # nobody knows what it holds, nor how an earlier run left it
         if served is not None or server.attached:
             folder = served or self._checkpoint.path
@@ -109,8 +114,8 @@ class SglangEngine:
     async def _push(self, update: Update, folder: Path, version: int, *, flush: bool) -> None:
         """Load a folder's weights into the server, and ask it which ones it serves now."""
         server, name = self._server, self._claim.name(version)
-        async with self._claim.loading(server.client, self._options.start_timeout_s):
-            await update.push(server.client, server.dialect, folder, name, flush=flush)
+        await self._claim.check_held()
+        await update.push(server.client, server.dialect, folder, name, flush=flush)
         if (served := await server.served_version()) != name:
             raise self._error("the server serves another version", expected=name, found=served)
 
@@ -127,7 +132,6 @@ class SglangEngine:
             raise
         self._life = Life.SERVING
         self._open.set()
-        self._claim.keep(lambda: self._server.client, self._server.lose)
 
     async def close(self) -> None:
         if self._life is Life.CLOSED:
@@ -140,7 +144,7 @@ class SglangEngine:
             await asyncio.to_thread(self._receiver.close)
         await self._update.close(None)
         with suppress(EngineError):  # an attached server goes on without us, if it goes on
-            await self._claim.release(self._server.client)
+            await self._claim.release()
         await self._server.close()
         await asyncio.to_thread(self._store.close)
 

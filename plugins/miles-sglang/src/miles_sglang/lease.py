@@ -1,11 +1,14 @@
 """The right to drive an attached server, kept by the server itself: whoever lets it lapse can lose it to another run.
 
-SGLang opens a session of a given name once, and forgets it after a time-out of its own. Two such names make a lease:
-its holder opens them in turn, each before the other ends, so that one is always open. To take the lease one must open
-both. No clocks are compared, and what a dead holder leaves ends by itself. A third name is open while weights load,
-because the server does nothing else then.
+SGLang opens a session of a given name once, and forgets it after a time-out of its own. Each engine has two such names,
+and opens them in turn, each before the other ends, so that one is always open. Whoever can open both in one moment
+knows that their engine is gone. No clocks are compared, and what a dead engine leaves ends by itself.
 
-A holder that was stopped for longer than a lease may act once more before it notices. That is told too: the names of
+While a server loads weights it answers nobody, and names end meanwhile. But it ends them first, and then answers in the
+order in which it was asked. An engine that lives has asked for one of its names by then, and others wait for one at a
+time. Of an engine that died nothing is left but names, for `LEASE_S` more.
+
+An engine that was stopped for longer than a lease may act once more before it notices. That is told too: the names of
 weight versions (`claim`) travel with the weights, so the tokens of what it loads are refused by the other run.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from miles_core.errors import EngineError
 from miles_sglang.client import Client
@@ -21,68 +24,65 @@ from miles_sglang.client import Client
 LEASE_S, RENEW_S = 30.0, 20.0
 """How long a name stays open; and when the other one is opened, whose own time has ended by then."""
 AGAIN_S = 1.0
-"""Between two attempts."""
-PROBE_S = 1.0
-"""How long a name stays open that was only tried."""
-TURNS = ("miles-lease-0", "miles-lease-1")
-LOADING = "miles-lease-loading"
+"""Between two attempts to renew it."""
+PROBE_S = 5.0
+"""How long a name stays open that was only tried, and within what time both must be; a busy server is slow."""
+TAKING = "miles-taking"
 
 
 class Lease:
-    """One engine's hold on one server. Not held at first."""
+    """One engine's hold on one server.
 
-    def __init__(self) -> None:
-        self.held = False
-        """Whether it was taken, and not ended since; it may have been lost."""
+    Args:
+        owner: The engine's name, unlike that of any other.
+    """
+
+    def __init__(self, owner: str) -> None:
+        self._names = _names(owner)
         self._turn = 0  # the name opened last
-        self._opened = 0.0  # when, at the earliest
-        self._one_at_a_time = asyncio.Lock()
-
-    async def take(self, client: Client) -> bool:
-        """Try once; False when somebody holds it, or did less than `LEASE_S` ago."""
-        began = _now()
-        if not await _open(client, TURNS[0], LEASE_S):
-            return False
-        for name in (TURNS[1], LOADING):
-            if not await _open(client, name, PROBE_S):
-                await _close(client, TURNS[0])
-                return False
-        await _close(client, LOADING)
-        self._turn, self._opened, self.held = 0, began, True
-        return True
 
     async def renew(self, client: Client) -> bool:
-        """Open the name whose turn it is; False when it is still open. Whether somebody took the lease before that, the
-        name of the served weights tells."""
-        async with self._one_at_a_time:
-            began = _now()
-            if not await _open(client, TURNS[1 - self._turn], LEASE_S):
-                return False
-            self._turn, self._opened = 1 - self._turn, began
-            return True
+        """Open a name anew; False when both are open.
 
-    @asynccontextmanager
-    async def loading(self, client: Client, at_most_s: float) -> AsyncIterator[None]:
-        """Hold it while the server loads weights, however long that takes.
-
-        Args:
-            at_most_s: When this ends by itself, should this process have vanished.
+        It is the other name's turn. But somebody may be waiting for that one beside a server that loads, and then this
+        one must be asked for before the server answers.
         """
-        while not await _open(client, LOADING, at_most_s):  # noqa: ASYNC110 -- somebody tries it, far away
-            await asyncio.sleep(AGAIN_S)
-        try:
-            yield
-        finally:
-            with suppress(EngineError):  # what went wrong with the load follows
-                while _now() - self._opened > RENEW_S and not await self.renew(client):  # noqa: ASYNC110
-                    await asyncio.sleep(AGAIN_S)
-                await _close(client, LOADING)
+        for turn in (1 - self._turn, self._turn):
+            if await _open(client, self._names[turn], LEASE_S):
+                self._turn = turn
+                return True
+        return False
 
     async def end(self, client: Client) -> None:
-        """Let others have the server. For its holder."""
-        self.held = False
-        for name in TURNS:
+        """Let others have the server."""
+        for name in self._names:
             await _close(client, name)
+
+
+async def lapsed(client: Client, owner: str) -> bool:
+    """Whether that engine is gone; False also when the server took too long to tell."""
+    names, began = _names(owner), _now()
+    if not await _open(client, names[0], PROBE_S):
+        return False
+    free = await _open(client, names[1], PROBE_S)
+    at_once = _now() - began < PROBE_S
+    if at_once and not free:  # later it may be that engine's again
+        await _close(client, names[0])
+    return at_once and free
+
+
+@asynccontextmanager
+async def taking(client: Client) -> AsyncIterator[bool]:
+    """Whether nobody else takes the server at this moment."""
+    began = _now()
+    alone = await _open(client, TAKING, LEASE_S)
+    yield alone
+    if alone and _now() - began < LEASE_S:  # later it may be somebody else's
+        await _close(client, TAKING)
+
+
+def _names(owner: str) -> tuple[str, str]:
+    return f"{owner}/lease-0", f"{owner}/lease-1"
 
 
 def _now() -> float:
