@@ -19,7 +19,7 @@ from miles_core.testing.engine_oracle import CONTEXT, make_models
 from miles_sglang.client import Client
 from miles_sglang.launch import command, environment
 from miles_sglang.options import ServerOptions
-from miles_sglang.process import ServerProcess, free_port
+from miles_sglang.process import ServerProcess, reserved_port
 
 ROOT = Path(__file__).parents[3]
 SUPPORT = Path(__file__).parent / "support"
@@ -82,14 +82,21 @@ def start_server(cpu_options: dict[str, object], tmp_path_factory: pytest.TempPa
         if step_s:
             settings = settings.model_copy(update={"env": {**settings.env, "SGLANG_CPU_STEP_S": str(step_s)}})
         context = EngineContext(model_path=str(model), context_length=None, device="cpu", seed=0, routes=routes)
-        port = free_port()
-        argv = command(
-            settings, context, context_length=context_length, port=port, name="test", version=-1, stream_interval=1
-        )
-        log = tmp_path_factory.mktemp("server") / "server.log"
-        live = Live(f"http://127.0.0.1:{port}", ServerProcess(argv, environment(settings), log, []))
-        started.append(live)
-        asyncio.run(_ready(live))
+        with reserved_port() as port, reserved_port() as collectives:
+            argv = command(
+                settings,
+                context,
+                context_length=context_length,
+                port=port,
+                collectives_port=collectives,
+                name="test",
+                version=-1,
+                stream_interval=1,
+            )
+            log = tmp_path_factory.mktemp("server") / "server.log"
+            live = Live(f"http://127.0.0.1:{port}", ServerProcess(argv, environment(settings), log, []))
+            started.append(live)
+            asyncio.run(_ready(live))
         live.process.note_files()
         return live
 

@@ -345,7 +345,7 @@ class TestStart:
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        monkeypatch.setattr("miles_sglang.server.free_port", lambda: runner.addresses[0][1])
+        monkeypatch.setattr("miles_sglang.server.reserved_port", lambda: contextlib.nullcontext(runner.addresses[0][1]))
         (tmp_path / "loading.py").write_text("import time; time.sleep(600)")
         options = self.options(tmp_path, "loading", start_timeout_s=1.0)
         with pytest.raises(EngineError, match="did not become ready"):

@@ -61,7 +61,7 @@ class Claim:
 
     @classmethod
     def of_this_process(
-        cls, where: str, client: Callable[[], Client], *, attached: bool, lost: Callable[[EngineLost], None]
+        cls, where: str, client: Callable[[], Client], lost: Callable[[EngineLost], None], *, attached: bool
     ) -> Claim:
         pid = os.getpid()
         owner = f"miles/{here()}/{pid}/{_began(pid)}/{secrets.token_hex(4)}"

@@ -56,8 +56,7 @@ class SglangEngine:
         self._name = f"engine sglang {context.index}"
         self._life = Life.CREATED
         self._open = asyncio.Event()
-        self._version = -1
-        self._epoch = 0
+        self._version, self._epoch = -1, 0
         self._frozen = False
         self._rows: dict[Row, asyncio.Queue[Chunk | Exception]] = {}
         self._arrivals = itertools.count()
@@ -67,10 +66,7 @@ class SglangEngine:
         self._counts = {"tokens_sampled": 0, "cached_tokens": 0, "resubmitted": 0}
         url = url_of(options.urls, context.index, self._name)
         self._claim = Claim.of_this_process(
-            self._name,
-            lambda: self._server.client,
-            attached=url is not None,
-            lost=lambda why: self._server.lose(why),
+            self._name, lambda: self._server.client, lambda why: self._server.lose(why), attached=url is not None
         )
         self._checkpoint = read_checkpoint(Path(context.model_path), options.dtype)
         self._update = make_update(options)

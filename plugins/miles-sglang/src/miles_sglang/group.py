@@ -22,7 +22,6 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 from miles_core.errors import EngineError
 from miles_sglang.client import Client
 from miles_sglang.dialect import Dialect
-from miles_sglang.process import free_port
 from miles_sglang.updates import checked, files_of, read, session
 
 TIMEOUT = timedelta(minutes=10)
@@ -97,11 +96,11 @@ class GroupUpdate:
             return self._group
         self._name = f"miles-{secrets.token_hex(6)}"  # new to this process and to the server, whoever else met them
         self._url = client.url
-        port = free_port()
         world = 1 + self._ranks
+        # It listens already at a port of its own choice when the server is told of it.
+        self._store = TCPStore(self._host, 0, world, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
 
         def join() -> Group:
-            self._store = TCPStore(self._host, port, world, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
             # The server makes its end with the same private helper, whose keys in the store no public call writes.
             group, _ = c10d._new_process_group_helper(
                 world,
@@ -117,7 +116,7 @@ class GroupUpdate:
 
         body = {
             "master_address": self._host,
-            "master_port": port,
+            "master_port": self._store.port,
             "rank_offset": 1,
             "world_size": world,
             "group_name": self._name,

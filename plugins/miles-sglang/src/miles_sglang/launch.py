@@ -28,6 +28,7 @@ def command(
     name: str,
     version: int,
     stream_interval: int,
+    collectives_port: int | None = None,
     adapter: Adapter | None = None,
 ) -> list[str]:
     """Arguments of the server's process.
@@ -36,6 +37,7 @@ def command(
         context_length: Tokens of a row at most.
         name: Tells this server from another that took its port first.
         version: Of the weights it starts with.
+        collectives_port: Where its ranks meet; None lets it choose. Of several replicas each chooses its own.
         adapter: Room is made for it, and for others of its rank and modules; it is loaded later.
     """
     device, _, first_gpu = context.device.partition(":")
@@ -60,6 +62,8 @@ def command(
     }
     if adapter is not None:
         flags |= {"enable_lora": True, "max_lora_rank": adapter.rank}
+    if collectives_port is not None and options.data_parallel == 1:
+        flags["nccl_port"] = collectives_port
     if first_gpu:
         flags["base_gpu_id"] = int(first_gpu)
     if options.memory_fraction is not None:

@@ -26,6 +26,9 @@ TERMINATE_S = 10.0
 """Between asking a group to end and killing it."""
 LOG_TAIL_BYTES = 3000
 
+PORT_TAKEN = (b"already in use", b"eaddrinuse", b"is not available in")
+"""Words of asyncio and ZeroMQ, of torch, and of SGLang itself."""
+
 SHARED_MEMORY = Path("/dev/shm")
 LEFT_BEHIND = ("sglang_loads_", "sem.mp-")
 """Names of what a killed server leaves in shared memory: its ledger of loads, and the semaphores of its children."""
@@ -88,6 +91,7 @@ class ServerProcess:
 
     def __init__(self, argv: Sequence[str], env: dict[str, str], log: Path | None, scratch: Sequence[Path]) -> None:
         self.log = log
+        self._log_from = log.stat().st_size if log is not None and log.exists() else 0
         self._files: set[Path] = set()
         self._temporary = Path(tempfile.mkdtemp(prefix="sglang-"))
         env = {"TMPDIR": str(self._temporary), **env}
@@ -156,6 +160,15 @@ class ServerProcess:
             file.seek(max(0, file.tell() - LOG_TAIL_BYTES))
             return file.read().decode("utf-8", "replace")
 
+    def lacked_port(self) -> bool:
+        """Whether the log says that somebody else had a port it wanted."""
+        if self.log is None or not self.log.exists():
+            return False
+        with self.log.open("rb") as file:
+            file.seek(self._log_from)
+            said = file.read().lower()
+        return any(words in said for words in PORT_TAKEN)
+
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, number)
@@ -180,8 +193,14 @@ def _left_behind(group: int) -> Iterator[Path]:
                 yield path
 
 
-def free_port() -> int:
-    """A port that is free now; the server is told at once."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of this host that nobody is given meanwhile, and that a server who is told of it may listen at.
+
+    The socket here is bound and does not listen. So the kernel chooses the port for nobody else, and lets those bind it
+    who name it with SO_REUSEADDR, as servers do (socket(7); `inet_csk_bind_conflict` in Linux).
+    """
+    with socket.socket() as held:
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        held.bind(("127.0.0.1", 0))
+        yield int(held.getsockname()[1])

@@ -25,10 +25,12 @@ from miles_sglang.client import Client, Json, ServerGone, without_password
 from miles_sglang.dialect import Dialect
 from miles_sglang.launch import command, environment
 from miles_sglang.options import ServerOptions
-from miles_sglang.process import Guard, ServerProcess, free_port
+from miles_sglang.process import Guard, ServerProcess, reserved_port
 
 log = logging.getLogger(__name__)
 
+STARTS = 3
+"""Of a server that lacks a port."""
 POLL_S = 0.2
 """Between two questions whether a starting server is ready."""
 
@@ -244,12 +246,25 @@ class Server:
         self.health = Health.DOWN
 
     async def _launch(self) -> None:
-        port, name = free_port(), f"miles-{secrets.token_hex(8)}"
+        """Start the process, with other ports where somebody took one that it found by itself."""
+        for start in range(1, STARTS + 1):
+            with reserved_port() as port, reserved_port() as collectives:
+                try:
+                    return await self._launch_at(port, collectives)
+                except EngineError:
+                    if start == STARTS or self._process is None or not self._process.lacked_port():
+                        raise
+            log.warning("%s: a port that the server wanted was taken; it is started again", self._where)
+            await self._stop()
+
+    async def _launch_at(self, port: int, collectives: int) -> None:
+        name = f"miles-{secrets.token_hex(8)}"
         argv = command(
             self._options,
             self._context,
             context_length=self._context_length,
             port=port,
+            collectives_port=collectives,
             name=name,
             version=-1,
             stream_interval=self._stream_interval,
