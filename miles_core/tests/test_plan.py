@@ -14,8 +14,11 @@ from miles_core.capability import Capability
 from miles_core.config.model_folder import read_model_folder
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.config.spec import RunSpec
+from miles_core.driver.first_look import require_device
+from miles_core.errors import ConfigError
+from miles_core.machine import Host, _device_memory, _memory, count_devices
 from miles_core.numerics.profiles import RULES
-from miles_core.plan import Host, Plan, _count_devices, derive_run_dir, make_plan, render, show_bytes
+from miles_core.plan import Plan, derive_run_dir, make_plan, render, show_bytes
 from miles_core.testing.tiny import make_tiny_model
 from miles_fsdp.options import FsdpOptions
 from miles_megatron.options import MegatronOptions
@@ -173,10 +176,35 @@ def test_places_share_or_split_devices(model: Path) -> None:
     assert {p.device for p in make_plan(run(model, placement={"device": "cpu"}), GPUS).places} == {"cpu"}
 
 
-def test_too_little_memory_is_noted_before_anything_starts(model: Path) -> None:
-    tiny = replace(SMALL, memory_bytes=16 * PARAMETERS + 1)
-    assert any("exceeds what this machine has" in note for note in make_plan(run(model), tiny).notes)
-    assert not any("exceeds" in note for note in make_plan(run(model), SMALL).notes)
+def test_the_plan_says_whether_the_estimate_fits(model: Path) -> None:
+    need = 16 * PARAMETERS + sum(sizes(make_plan(run(model), SMALL), "engine").values())
+    for memory, verdict in ((need, "fits"), (need - 1, "DOES NOT FIT")):
+        said = render(make_plan(run(model), replace(SMALL, memory_bytes=memory)))
+        assert f"{show_bytes(need)} of this machine's main memory, {show_bytes(memory)}: {verdict}\n" in said + "\n"
+    one = {"placement": {"device": "cuda"}}
+    said = render(make_plan(run(model, **one), replace(GPUS, device_bytes=2**30)))
+    assert f"{show_bytes(need)} of the memory of a device, 1.0 GiB: fits" in said
+    assert "which nobody told" in render(make_plan(run(model, **one), replace(GPUS, device_bytes=None)))
+
+
+def test_no_more_prompts_are_evaluated_than_there_are(model: Path) -> None:
+    wanted = run(model, eval={"every_steps": 5, "prompts": 64, "samples_per_prompt": 2})
+    counts = {
+        rows: make_plan(wanted, SMALL, held_out=rows).amounts.trajectories_per_evaluation for rows in (6, 99, None)
+    }
+    assert counts == {6: 12, 99: 128, None: 128}
+
+
+def test_a_run_on_cuda_is_refused_where_there_is_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    here, cuda = Host(cpus=1), {"placement": {"device": "cuda"}}
+    with pytest.raises(ConfigError, match="no CUDA device"):
+        require_device(make_plan(run(model, **cuda), here))
+    require_device(make_plan(run(model, **cuda), GPUS))
+    require_device(make_plan(run(model), here))
+    require_device(make_plan(run(model, tags=frozenset({"places-processes"}), **cuda), here))
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)  # a device without a device file
+    require_device(make_plan(run(model, **cuda), here))
 
 
 def test_the_plan_lists_what_is_loaded_and_is_json(model: Path) -> None:
@@ -209,15 +237,32 @@ def test_the_run_directory_is_named_after_the_run(model: Path) -> None:
 def test_devices_are_counted_without_torch(tmp_path: Path) -> None:
     for name in ("nvidia0", "nvidia1", "nvidia10", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert _count_devices(tmp_path, {}) == 3
-    assert _count_devices(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
-    assert _count_devices(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
+    assert count_devices(tmp_path, {}) == 3
+    assert count_devices(tmp_path, {"CUDA_VISIBLE_DEVICES": "0,1"}) == 2
+    assert count_devices(tmp_path, {"CUDA_VISIBLE_DEVICES": ""}) == 0
 
 
 def test_this_machine_is_described() -> None:
     here = Host.here()
     assert here.cpus >= 1
     assert here.memory_bytes is None or here.memory_bytes > 2**26
+
+
+def test_the_memory_of_a_container_and_of_the_smallest_device_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limit = tmp_path / "memory.max"
+    whole = _memory(limit)
+    limit.write_text("max\n")
+    assert _memory(limit) == whole
+    limit.write_text("1048576\n")
+    assert _memory(limit) == 2**20
+    program = tmp_path / "nvidia-smi"
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    for said, found in (("81559\\n40960", 40960 * 2**20), ("[N/A]", None), ("", None)):
+        program.write_text(f"#!/bin/sh\nprintf '{said}'\n")
+        program.chmod(0o755)
+        assert _device_memory() == found
 
 
 @pytest.mark.parametrize(

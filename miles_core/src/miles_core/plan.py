@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from miles_core.config.checks_async import uncorrected
 from miles_core.config.model_folder import ModelFolder, ModelFolderError, read_model_folder
 from miles_core.config.resolve import Resolved, ResolvedRun
 from miles_core.config.spec import RunSpec
+from miles_core.machine import Host
 from miles_core.numerics.profiles import RULES, find_profile
 from miles_core.planning.memory import Planner
 from miles_core.planning.sizes import read_sizes
@@ -25,26 +25,6 @@ from miles_core.registry import load_target
 FLOAT32_BYTES = 4
 PROMPT_TOKENS_GUESS = 512
 """Tokens assumed for a prompt where only its upper bound is known; shown as an assumption."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
-    """What there is to run on. Injected, so that a plan can be made for another machine."""
-
-    cpus: int
-    memory_bytes: int | None = None
-    """Main memory."""
-    devices: int = 0
-    """CUDA devices."""
-    device_bytes: int | None = None
-    """Memory of one CUDA device, None when nobody asked it."""
-
-    @staticmethod
-    def here() -> Host:
-        """This machine, as far as it says without torch: devices are counted by their device files."""
-        pages = os.sysconf("SC_PHYS_PAGES") if "SC_PHYS_PAGES" in os.sysconf_names else 0
-        memory = pages * os.sysconf("SC_PAGE_SIZE") if pages > 0 else None
-        return Host(cpus=os.cpu_count() or 1, memory_bytes=memory, devices=_count_devices(Path("/dev"), os.environ))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,15 +118,14 @@ def derive_run_dir(spec: RunSpec) -> Path:
     return Path(spec.tracking.dir) / spec.name
 
 
-def _count_devices(folder: Path, environ: Mapping[str, str]) -> int:
-    """NVIDIA devices this process may use."""
-    present = sum(1 for path in folder.glob("nvidia[0-9]*") if path.name.removeprefix("nvidia").isdecimal())
-    visible = environ.get("CUDA_VISIBLE_DEVICES")
-    return present if visible is None else min(present, len([name for name in visible.split(",") if name.strip()]))
+def make_plan(run: ResolvedRun, host: Host, *, held_out: int | None = None) -> Plan:
+    """Plan a validated run for a machine; reads the model folder's config and tensor headers, nothing else.
 
-
-def make_plan(run: ResolvedRun, host: Host) -> Plan:
-    """Plan a validated run for a machine; reads the model folder's config and tensor headers, nothing else."""
+    Args:
+        run: The run.
+        host: What it is to run on.
+        held_out: Prompts there are to evaluate on, where somebody counted them.
+    """
     spec = run.spec
     wanted = spec.placement.device
     device = wanted if wanted != "auto" else "cuda" if host.devices else "cpu"
@@ -154,7 +133,7 @@ def make_plan(run: ResolvedRun, host: Host) -> Plan:
         model = read_model_folder(Path(spec.model.path))
     except ModelFolderError:
         model = None  # validated before; it vanished since, and whoever loads it will say so
-    amounts = _amounts(spec)
+    amounts = _amounts(spec, held_out)
     plan = Plan(
         name=spec.name,
         run_dir=str(derive_run_dir(spec)),
@@ -203,9 +182,10 @@ def _places(run: ResolvedRun, device: str) -> tuple[Place, ...]:
     )
 
 
-def _amounts(spec: RunSpec) -> Amounts:
+def _amounts(spec: RunSpec, held_out: int | None) -> Amounts:
     schedule, every_eval, every_save = spec.schedule, spec.eval.every_steps, spec.checkpoint.every_steps
     per_step = schedule.groups_per_step * schedule.group_size
+    prompts = spec.eval.prompts if held_out is None else min(spec.eval.prompts, held_out)
     groups_started = math.ceil(schedule.groups_per_step * spec.rollout.over_sample - 1e-9)
     return Amounts(
         mode=schedule.mode,
@@ -218,7 +198,7 @@ def _amounts(spec: RunSpec) -> Amounts:
         trajectories=per_step * schedule.steps,
         sampled_tokens_per_step=groups_started * schedule.group_size * spec.rollout.sampling.max_tokens,
         evaluations=1 + math.ceil(schedule.steps / every_eval) if every_eval else 0,
-        trajectories_per_evaluation=spec.eval.prompts * spec.eval.samples_per_prompt if every_eval else 0,
+        trajectories_per_evaluation=prompts * spec.eval.samples_per_prompt if every_eval else 0,
         checkpoints=math.ceil(schedule.steps / every_save) if every_save else 1,
     )
 
@@ -291,11 +271,6 @@ def _with_notes(plan: Plan, run: ResolvedRun) -> Plan:
         notes.append(f"needs {slots} CUDA devices; this machine has {plan.host.devices}")
     if plan.device == "cuda" and placement.mode == "separate" and not own:
         notes.append("placement.mode is separate, but this executor puts everything on one device")
-    limit = plan.host.memory_bytes if plan.device == "cpu" else plan.host.device_bytes
-    need = _need(plan)
-    if limit is not None and need > limit:
-        where = "this machine" if plan.device == "cpu" else "a device"
-        notes.append(f"the estimate of {show_bytes(need)} exceeds what {where} has ({show_bytes(limit)})")
     if warning := uncorrected(run.spec):
         notes.append(warning)
     if run.spec.data and run.spec.data.eval and run.spec.eval.every_steps is None:
@@ -303,6 +278,16 @@ def _with_notes(plan: Plan, run: ResolvedRun) -> Plan:
     if "tito_family" not in run.one:
         notes.append("session.family is null: the one installed family that claims the checkpoint is taken at start")
     return replace(plan, notes=tuple(notes))
+
+
+def _fit(plan: Plan) -> str:
+    """What the estimate comes to beside what there is."""
+    need, what = _need(plan), "this machine's main memory" if plan.device == "cpu" else "the memory of a device"
+    limit = plan.host.memory_bytes if plan.device == "cpu" else plan.host.device_bytes
+    if limit is None:
+        return f"{show_bytes(need)} of {what}, which nobody told"
+    verdict = "fits" if need <= limit else "DOES NOT FIT"
+    return f"{show_bytes(need)} of {what}, {show_bytes(limit)}: {verdict}"
 
 
 def _need(plan: Plan) -> int:
@@ -338,7 +323,8 @@ def render(plan: Plan) -> str:
         *_table("loads", loads),
         *_table("places", _place_rows(plan.places)),
         *_table("amounts", _amount_rows(plan.amounts)),
-        *_table("memory estimate, without activations of engines", memory),
+        *_table("memory estimate for full micro-batches, without activations of engines", memory),
+        *(["  " + _fit(plan)] if memory else []),
         *_table("kernel contract of engine and trainer (true-on-policy)", plan.kernels),
         *_table("notes", [(note,) for note in plan.notes]),
     ]

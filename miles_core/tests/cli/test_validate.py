@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from miles_core.cli import main
 from miles_core.kinds.reward import Scored
 from miles_core.registry import load_target
-from miles_core.testing.tiny import write_tiny_tokenizer
+from miles_core.testing.tiny import make_tiny_model, write_tiny_tokenizer
 from miles_core.types import Prompt
 
 BAD = "name: x\nmodel: absent\nschedule: {steps: 3, grup_size: 4}\n"
@@ -117,3 +117,29 @@ def test_a_table_of_problems_keeps_its_columns_below_an_error(tmp_path: Path) ->
     first, *table = result.stderr.splitlines()
     assert first == "error: the run-file does not describe a run"
     assert "\n".join(table) + "\n" == CliRunner().invoke(main, ["validate", str(tmp_path / "run.yaml")]).stdout
+
+
+def test_a_run_for_a_gpu_can_be_looked_at_without_one_but_not_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_tiny_model(tmp_path / "model")
+    for name, count in (("train", 2), ("heldout", 6)):
+        (tmp_path / f"{name}.jsonl").write_text("".join(f'{{"prompt": "{i}"}}\n' for i in range(count)))
+    (tmp_path / "reward.py").write_text("def score(scored): ...\n")
+    (tmp_path / "run.yaml").write_text(
+        "name: x\nmodel: model\ndata: {train: train.jsonl, eval: heldout.jsonl}\nrewards: ['reward.py:score']\n"
+        "schedule: {steps: 1}\neval: {every_steps: 1}\nplacement: {device: cuda}\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("miles_core.driver.first_look.count_devices", lambda: 0)
+    monkeypatch.setattr("miles_core.machine.count_devices", lambda: 0)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    looked = CliRunner().invoke(main, ["validate", "run.yaml"])
+    assert (looked.exit_code, looked.stdout) == (0, "run.yaml: no problems.\n")
+    assert "warning: placement.device is cuda, and this machine has no CUDA device" in looked.stderr
+    planned = CliRunner().invoke(main, ["train", "run.yaml", "--dry-run"])
+    assert planned.exit_code == 0
+    assert "6 trajectories each" in planned.stdout
+    started = CliRunner().invoke(main, ["train", "run.yaml"])
+    assert (started.exit_code, "this machine has no CUDA device" in started.stderr) == (2, True)
+    assert not (tmp_path / "runs").exists()

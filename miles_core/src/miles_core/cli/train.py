@@ -20,7 +20,8 @@ def command(run_file: Path, overrides: tuple[str, ...], resume: bool, fresh: boo
     from miles_core import plan as plans
     from miles_core.config.load import load
     from miles_core.config.resolve import resolve
-    from miles_core.driver.first_look import first_look
+    from miles_core.driver.first_look import first_look, held_out, require_device
+    from miles_core.machine import Host
     from miles_core.registry import discover
 
     if resume and fresh:
@@ -31,10 +32,11 @@ def command(run_file: Path, overrides: tuple[str, ...], resume: bool, fresh: boo
     resolved = resolve(source, registry, look=lambda run: first_look(run, registry, warn=warnings.append))
     for warning in warnings if dry_run else registry.warnings:  # the run itself says what it meets at its start
         click.echo(f"warning: {warning}", err=True)
-    plan = plans.make_plan(resolved, plans.Host.here())
+    plan = plans.make_plan(resolved, Host.here(), held_out=held_out(resolved))
     if dry_run:
         click.echo(plans.render(plan))
         return
+    require_device(plan)
     from miles_core.driver.launch import train
     from miles_core.tracking.live import make_display
 

@@ -14,7 +14,9 @@ from miles_core.data.readers import read_prompts
 from miles_core.data.rows import Split
 from miles_core.data.source import columns_of
 from miles_core.driver.families import pick_family
-from miles_core.errors import MilesError
+from miles_core.errors import ConfigError, MilesError
+from miles_core.machine import count_devices
+from miles_core.plan import Plan
 from miles_core.registry import Registry
 from miles_core.tokenizer import ChatTokenizer
 
@@ -28,6 +30,7 @@ def first_look(run: ResolvedRun, registry: Registry, *, warn: Callable[[str], No
     Args:
         warn: Told what the start of the run would warn of.
     """
+    _device(run, warn)
     data = run.spec.data
     if data is not None:
         yield from _rows(data, "train", data.train)
@@ -39,6 +42,46 @@ def first_look(run: ResolvedRun, registry: Registry, *, warn: Callable[[str], No
         yield _found("MIL702", "model.path", error)
     else:
         yield from _family(run, registry, tokenizer, warn)
+
+
+def held_out(run: ResolvedRun) -> int | None:
+    """Prompts that an evaluation finds in `data`, counted as far as it needs; None where only the run will know."""
+    data = run.spec.data
+    if data is None or data.eval is None or run.spec.eval.every_steps is None:
+        return None
+    first = run.spec.eval.prompts
+    prompts, problems = read_prompts(
+        data.eval, columns=columns_of(data), split="eval", bad_rows=data.bad_rows, first=first
+    )
+    return None if problems else len(prompts)
+
+
+def _device(run: ResolvedRun, warn: Callable[[str], None]) -> None:
+    """A run-file may be meant for another machine, and processes of their own may be placed on one."""
+    own = "places-processes" in run.one["executor"].capability.provides
+    if run.spec.placement.device == "cuda" and not own and not count_devices():
+        warn("placement.device is cuda, and this machine has no CUDA device: `miles train` would refuse here")
+
+
+def require_device(plan: Plan) -> None:
+    """Refuse a run of this process on CUDA where there is none, before anything is opened. What other processes find
+    is theirs to say: they may be on other hosts.
+
+    Raises:
+        ConfigError: `placement.device` is cuda, and neither device files nor torch know of one.
+    """
+    if plan.device != "cuda" or plan.host.devices or any(place.process == "its own" for place in plan.places):
+        return
+    import torch  # a device file is not everywhere where a device is
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "this machine has no CUDA device",
+            expected="placement.device: cuda finds one",
+            found=f"no device file of NVIDIA's, and torch {torch.__version__} sees none",
+            where="placement.device",
+            do="set placement.device: cpu, or auto; or start the run on a machine with a GPU",
+        )
 
 
 def _rows(data: DataSpec, split: Split, path: str) -> Iterator[Found]:

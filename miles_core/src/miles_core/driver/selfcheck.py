@@ -27,6 +27,7 @@ from miles_core.driver.settings import choose_device, engine_spec, trainer_spec
 from miles_core.errors import MilesError, RunError
 from miles_core.kinds.backend import BackendContext
 from miles_core.kinds.engine import EngineContext, GenerateRequest
+from miles_core.machine import Host
 from miles_core.registry import Registry, discover, load_target
 from miles_core.types import SamplingParams, TrainBatch
 
@@ -164,7 +165,7 @@ class _Check:
         printed = io.StringIO()
         with contextlib.redirect_stdout(printed):
             display = make_display(steps=1, groups=2, plain=True)
-            plan = plans.make_plan(resolved, plans.Host.here())
+            plan = plans.make_plan(resolved, Host.here())
             code = train(source, resolved, registry, plan, display, resume=False, fresh=True)
         if code != 0:
             raise RunError("the toy run failed", found=f"exit code {code}: {printed.getvalue()[-500:]}")
