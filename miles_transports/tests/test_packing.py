@@ -32,7 +32,10 @@ def test_every_piece_is_final_when_it_is_said_to_be_and_all_are_the_bucket(
     block = torch.zeros(layout.num_bytes + 5, dtype=torch.uint8)
     block[layout.num_bytes :] = 77
     done = 0
-    for begin, end in fill_pieces(block, bucket, layout, pieces(layout.num_bytes, piece_bytes)):
+    parts = pieces(layout.num_bytes, piece_bytes)
+    blocks = (block[begin:end] for begin, end in parts)
+    for begin, end, filled in fill_pieces(bucket, layout, parts, blocks):
+        assert filled.data_ptr() == block.data_ptr() + begin
         assert begin == done < end <= begin + piece_bytes
         done = end
         sent = block.clone()

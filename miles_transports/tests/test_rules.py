@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from importlib import util
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ from miles_core.config.load import Source
 from miles_core.config.resolve import check_run
 from miles_core.errors import TransportError
 from miles_core.registry import discover
+from miles_core.rules import Facts
+from miles_transports import rules
 from miles_transports.delta.store import open_store
+from miles_transports.plugin import P2P_RULES
 
 
 def broken_rules(
@@ -44,6 +48,23 @@ def test_a_machine_without_mooncake_is_told_before_the_run(monkeypatch: pytest.M
     monkeypatch.setattr("miles_transports.rules.find_spec", lambda name: None if name == "mooncake" else real(name))
     assert "p2p-mooncake" in broken_rules(mode="separate")
     assert "p2p-mooncake" not in broken_rules(mode="separate", files=False)  # for another machine
+
+
+def test_a_machine_where_mooncake_cannot_be_loaded_is_told_what_it_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mooncake").mkdir()
+    missing = "libibverbs.so.1: cannot open shared object file: No such file or directory"
+    (tmp_path / "mooncake" / "engine.py").write_text(f"raise ImportError({missing!r})")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    rules._import_refused.cache_clear()
+    monkeypatch.setattr("miles_transports.rules.find_spec", lambda name: object())
+    (found,) = rules.mooncake_is_here(Facts(values={}))
+    assert found.found.endswith(f"ImportError: {missing}")
+    monkeypatch.undo()
+    rules._import_refused.cache_clear()
+    (rule,) = [each for each in P2P_RULES if each.id == "p2p-mooncake"]
+    assert "libibverbs1" in rule.instead
 
 
 @pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (3, False)])

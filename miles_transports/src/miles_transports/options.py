@@ -87,8 +87,8 @@ class P2pOptions(BaseModel):
     """Seconds after which a write that is not confirmed has failed, its retries included."""
     write_retries: NonNegativeInt = 2
     """Times a refused write is tried again before the update fails."""
-    segment_mib: PositiveInt = 16
-    """MiB of one segment of a batched write."""
+    segment_mib: PositiveInt = 32
+    """MiB that are packed, then written while the next are packed; a trainer rank registers four times as many."""
     engine_ranks: PositiveInt = 1
     """Ranks of each engine, each with memory of its own."""
     layout: Literal["hugging-face", "fused"] = "hugging-face"

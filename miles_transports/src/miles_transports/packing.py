@@ -77,7 +77,7 @@ def pack(bucket: WeightBucket, layout: Layout, device: torch.device) -> torch.Te
 
 def fill(block: torch.Tensor, bucket: WeightBucket, layout: Layout) -> None:
     """Copy every tensor to its place in uint8[>= num_bytes]."""
-    for _ in fill_pieces(block, bucket, layout, [(0, layout.num_bytes)]):
+    for _ in fill_pieces(bucket, layout, [(0, layout.num_bytes)], iter([block])):
         pass
 
 
@@ -87,21 +87,26 @@ def pieces(num_bytes: int, piece_bytes: int) -> list[tuple[int, int]]:
 
 
 def fill_pieces(
-    block: torch.Tensor, bucket: WeightBucket, layout: Layout, parts: Iterable[tuple[int, int]]
-) -> Iterator[tuple[int, int]]:
-    """`fill`, piece by piece: yields each of `parts`, which follow one another, once its bytes are in place."""
+    bucket: WeightBucket, layout: Layout, parts: Iterable[tuple[int, int]], blocks: Iterator[torch.Tensor]
+) -> Iterator[tuple[int, int, torch.Tensor]]:
+    """`fill`, piece by piece: yields each of `parts`, which follow one another, with the block its bytes were put into.
+
+    Args:
+        blocks: uint8[>= size of the part], one for each part, asked for when its turn has come.
+    """
     rest = deque(
         (slot.offset, named.tensor.detach().contiguous().reshape(-1).view(torch.uint8))
         for named, slot in zip(bucket.tensors, layout.slots, strict=True)
     )
     for begin, end in parts:
+        block = next(blocks)
         while rest and rest[0][0] < end:
             offset, values = rest.popleft()
             fits = values[: end - offset]
-            block[offset : offset + len(fits)].copy_(fits)
+            block[offset - begin : offset - begin + len(fits)].copy_(fits)
             if len(fits) < len(values):
                 rest.appendleft((end, values[len(fits) :]))
-        yield begin, end
+        yield begin, end, block
 
 
 def unpack(block: torch.Tensor, layout: Layout) -> WeightBucket:

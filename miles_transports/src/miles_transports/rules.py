@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import subprocess
+import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,9 +15,24 @@ from miles_core.rules import Facts, Finding
 
 
 def mooncake_is_here(facts: Facts) -> Iterable[Finding]:
-    """Without importing it: two distributions bring the same module."""
-    if facts.here and find_spec("mooncake") is None:
+    """The module is installed, and what it is linked with, too."""
+    if not facts.here:
+        return
+    if find_spec("mooncake") is None:
         yield Finding(path="transport", found="there is no module `mooncake` here")
+    elif refused := _import_refused("mooncake.engine"):
+        yield Finding(path="transport", found=f"`mooncake.engine` cannot be imported here: {refused}")
+
+
+@functools.cache
+def _import_refused(module: str) -> str:
+    """Why the module cannot be imported, empty if it can: tried in a process of its own, since it starts threads."""
+    tried = subprocess.run(
+        [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120, check=False
+    )
+    if tried.returncode == 0:
+        return ""
+    return (tried.stderr.strip().splitlines() or [f"the process ended with {tried.returncode}"])[-1]
 
 
 def url_opens(facts: Facts) -> Iterable[Finding]:

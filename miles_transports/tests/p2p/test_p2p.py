@@ -27,9 +27,15 @@ WRITE = Wire._confirmed
 OPTIONS = P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1)
 
 
+def in_pieces_of(num_bytes: int) -> P2pOptions:
+    return OPTIONS.model_copy(update={"segment_mib": num_bytes / 2**20})
+
+
 class TestP2p(TransportConformance):
+    options = OPTIONS
+
     def make(self) -> Transport:
-        return P2pTransport(OPTIONS)
+        return P2pTransport(self.options)
 
 
 class Ends:
@@ -132,7 +138,7 @@ def test_registered_memory_does_not_grow_with_versions_or_engines(ends: Any) -> 
         joined.publish(version, example_weights(version), per_bucket=2)
         (sender,) = joined.senders
         registered.append((len(sender._wire._registered), *(len(r._wire._registered) for r in joined.receivers)))
-    assert registered[1] == registered[3] == (2, 3, 3, 3)
+    assert registered[1] == registered[3] == (1, 3, 3, 3)
 
 
 def test_buckets_that_are_kept_stay_what_they_were_and_their_memory_is_used_again(ends: Any) -> None:
@@ -149,10 +155,9 @@ def test_buckets_that_are_kept_stay_what_they_were_and_their_memory_is_used_agai
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 4096])
-def test_a_bucket_in_pieces_of_any_size_arrives(ends: Any, monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
-    monkeypatch.setattr("miles_transports.p2p.ends.PIECE_BYTES", piece_bytes)
+def test_a_bucket_in_pieces_of_any_size_arrives(ends: Any, piece_bytes: int) -> None:
     weights = {"a": torch.randn(9, 7), "none": torch.empty(0, 3), "b": torch.arange(33).to(torch.bfloat16)}
-    for found in ends(1, 2).publish(0, weights, per_bucket=2):
+    for found in ends(1, 2, in_pieces_of(piece_bytes)).publish(0, weights, per_bucket=2):
         assert same(found, weights)
 
 
@@ -172,8 +177,8 @@ def cut(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Any, what: str) 
 
 
 def misplaced(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Any, what: str) -> None:
-    """The bytes of another place are written."""
-    WRITE(self, buffer, peer, [replace(each, offset=0) for each in segments], what)
+    """It lands on another piece."""
+    WRITE(self, buffer, peer, [replace(each, peer_offset=0) for each in segments], what)
 
 
 @pytest.mark.parametrize("harm", [cut, misplaced])
@@ -181,14 +186,14 @@ async def test_a_piece_that_does_not_arrive_is_caught_and_the_next_publish_is_wh
     monkeypatch: pytest.MonkeyPatch, harm: Any
 ) -> None:
     """The transfer engine says 0 all the same: no return code tells, the digests do."""
-    monkeypatch.setattr("miles_transports.p2p.ends.PIECE_BYTES", 64)
     kit = TestP2p()
+    kit.options = in_pieces_of(64)
     async with kit.connected(engines=1) as connected:
         await kit.publish(connected, 0)
         await connected.engines[0].activate(0)
 
         def second_piece(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Any, what: str) -> None:
-            (harm if segments[0].offset == 64 else WRITE)(self, buffer, peer, segments, what)
+            (harm if segments[0].peer_offset == 64 else WRITE)(self, buffer, peer, segments, what)
 
         with monkeypatch.context() as patch:
             patch.setattr(Wire, "_confirmed", second_piece)

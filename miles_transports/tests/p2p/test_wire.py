@@ -99,8 +99,8 @@ def test_bytes_arrive_as_they_were_in_more_segments_than_one_call_takes(wire: Wi
 def test_a_target_killed_between_two_pieces_fails_the_bucket_and_is_named(
     other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("miles_transports.p2p.ends.PIECE_BYTES", SIZE // 4)
     options = P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1)
+    options = options.model_copy(update={"segment_mib": SIZE / 4 / 2**20})
     meeting, address = Meeting.host("127.0.0.1", options.timeout_s, 1)
     meeting.tell("generation", 0)
     meeting.tell("attempt", 0)
@@ -109,7 +109,7 @@ def test_a_target_killed_between_two_pieces_fails_the_bucket_and_is_named(
     write, pieces = Wire._confirmed, []
 
     def second_kills(self: Wire, buffer: torch.Tensor, peer: Peer, segments: Sequence[Segment], what: str) -> None:
-        pieces.append(segments[0].offset)
+        pieces.append(segments[0].peer_offset)
         if len(pieces) == 2:
             other.process.kill()
             other.process.wait()

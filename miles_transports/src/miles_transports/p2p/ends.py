@@ -3,20 +3,19 @@
     target   offers registered memory for it                                              (store)
     source   says what is coming                                                          (store)
     target   offers a larger block instead where it does not fit                          (store)
-    source   packs it piece by piece into its staging buffer, writes each piece while it
+    source   packs it piece by piece into its staging memory, writes each piece while it
              packs the next, and says when all of it is there                             (Mooncake, store)
 
-The target hands the memory itself on, see `lending`. A source's registered memory is constant: two staging buffers,
-however many engines there are. A failed publish begins a new generation: nothing that was offered before is registered
+The target hands the memory itself on, see `lending`. A source's registered memory is constant: a few pieces, however
+many engines there are. A failed publish begins a new generation: nothing that was offered before is registered
 any longer, so a write that was given up can no longer land anywhere.
 """
 
 from __future__ import annotations
 
 import json
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import cast
@@ -28,21 +27,17 @@ from miles_core.types import NamedTensor, WeightBucket
 from miles_core.watch import waiting
 from miles_transports.joined import ENGINE_PATIENCE
 from miles_transports.meeting import Address, Meeting, own_address
-from miles_transports.memory import fresh
 from miles_transports.options import P2pOptions
 from miles_transports.p2p.assignment import Target, assign
 from miles_transports.p2p.lending import Block, Lending
 from miles_transports.p2p.replica import FUSED, HUGGING_FACE, Parameter, Replica, Rules, restore
+from miles_transports.p2p.staging import Staging
 from miles_transports.p2p.wire import Peer, Segment, Wire
 from miles_transports.packing import Layout, fill_pieces, layout_of, pieces, unpack
 
 AHEAD = 2
 """Buckets that are offered beyond the one in hand: one is written while the caller works on that, and he still holds
 the one before when he asks for the next."""
-STAGING = 2
-PIECE_BYTES = int(__import__("os").environ.get("PIECE", "64")) * 2**20
-WRITERS = int(__import__("os").environ.get("WRITERS", "1"))
-_NOTHING = torch.empty(0, dtype=torch.uint8)
 
 RULES: Mapping[str, Rules] = {"hugging-face": HUGGING_FACE, "fused": FUSED}
 
@@ -87,7 +82,7 @@ class P2pSender:
         self._meeting = Meeting.join(address, f"trainer rank {rank}")
         self._wire = _wire(address, options) if self._targets else None
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="p2p-write")  # one after another: see `_write`
-        self._staging = [_NOTHING] * STAGING
+        self._staging: Staging | None = None
         self._state = _SenderState(attempt=0, generation=0)
         self._stale_keys: list[str] = []
 
@@ -105,28 +100,27 @@ class P2pSender:
             laid_out = _laid_out(bucket, parameters)
             rows = {parameter.name: parameter.rows for parameter in parameters if parameter.rows}
             announcement = Announcement(layout=layout_of(laid_out), rows=rows)
-            self._settle(leave=STAGING - 1)  # what still reads the buffer that comes next
             self._send_pieces(list(same_layout), laid_out, announcement)
 
     def _send_pieces(self, targets: Sequence[Target], bucket: WeightBucket, announcement: Announcement) -> None:
         """Pack once for all targets of a layout, and let the pool write what is packed."""
-        state, layout = self._state, announcement.layout
+        state, layout, staging = self._state, announcement.layout, self._staging
+        assert staging is not None
         for target in targets:
             self._announce(target, announcement)
-        staging = self._buffer(layout.num_bytes)
-        writes: list[Future[None]] = []
-        state.background.append(writes)
         peers: dict[Target, Peer] = {}
-        parts = pieces(layout.num_bytes, PIECE_BYTES) or [(0, 0)]  # that nothing comes is said, too
-        for part in fill_pieces(staging, bucket, layout, parts):
+        parts = pieces(layout.num_bytes, staging.piece_bytes) or [(0, 0)]  # that nothing comes is said, too
+        for begin, end, block in fill_pieces(bucket, layout, parts, staging.blocks()):
+            piece = Segment(0, end - begin, begin)
             for target in targets:
                 if target not in peers:
                     peers[target] = self._place(target, layout)
-                writes.append(self._pool.submit(self._write, state, target, layout, peers[target], staging, part))
+                staging.read_by(self._pool.submit(self._write, state, target, layout, peers[target], block, piece))
 
     def finish(self, version: int) -> Mapping[str, float]:
-        """Wait for the write in the background; its failure is raised here at the latest."""
-        self._settle()
+        """Wait for the writes in the background; a failure is raised here at the latest."""
+        if self._staging is not None:
+            self._staging.settle()
         wire = self._wire
         return {
             "wire_bytes": float(self._state.wire_bytes),
@@ -148,11 +142,10 @@ class P2pSender:
         generation = cast(int, self._meeting.told("generation"))
         wire = self._wire
         assert wire is not None
-        if generation != self._state.generation:
-            # A write that was given up may still read an old buffer; its thread keeps that alive.
-            for buffer in self._staging:
-                wire.unregister(buffer)
-            self._staging = [_NOTHING] * STAGING
+        if self._staging is None or generation != self._state.generation:
+            if self._staging is not None:
+                self._staging.close()
+            self._staging = Staging(wire, int(self._options.segment_mib * 2**20))
         size = self._options.engine_ranks
         rules = RULES[self._options.layout]
         self._state.given_up = True  # where the one before was, what is left of its writes may still wait in the pool
@@ -162,24 +155,6 @@ class P2pSender:
             replicas={target.rank: Replica(rules, target.rank, size) for target in self._targets},
             retried_before=wire.retried,
         )
-
-    def _settle(self, leave: int = 0) -> None:
-        """Wait for the writes of all buffers but the `leave` last ones; raise what failed."""
-        while len(self._state.background) > leave:
-            for write in self._state.background.popleft():
-                write.result()
-
-    def _buffer(self, num_bytes: int) -> torch.Tensor:
-        """The next staging buffer. Nothing reads the one that is replaced: see `_settle`."""
-        wire = self._wire
-        assert wire is not None
-        buffer = self._staging.pop(0)
-        if num_bytes > buffer.numel():
-            wire.unregister(buffer)
-            buffer = torch.from_numpy(fresh(num_bytes))
-            wire.register(buffer)
-        self._staging.append(buffer)
-        return buffer
 
     def _announce(self, target: Target, announcement: Announcement) -> None:
         keys, index = _Keys(self._state.attempt, target), announcement.layout.index
@@ -204,34 +179,25 @@ class P2pSender:
         return Peer(endpoint=endpoint, address=address, num_bytes=num_bytes)
 
     def _write(
-        self,
-        state: _SenderState,
-        target: Target,
-        layout: Layout,
-        peer: Peer,
-        staging: torch.Tensor,
-        part: tuple[int, int],
+        self, state: _SenderState, target: Target, layout: Layout, peer: Peer, block: torch.Tensor, piece: Segment
     ) -> None:
         """Write one piece; after a bucket's last one say so. Nothing once another piece of this version has failed."""
         wire = self._wire
         assert wire is not None
         if state.given_up:
             return
-        begin, end = part
-        step = self._options.segment_mib * 1024 * 1024
-        segments = [Segment(start, min(step, end - start), start) for start in range(begin, end, step)]
         what = f"bucket {layout.index} of version {layout.version} to engine {target.engine}"
         if self._options.engine_ranks > 1:
             what += f" rank {target.rank}"
         try:
-            wire.write(staging, peer, segments, what=what)
+            wire.write(block, peer, [piece], what=what)
         except TransportError as error:
             state.given_up = True
             names = ", ".join(slot.name for slot in layout.slots[:3])
             error.where = f"{error.where}; tensors {names}{' …' if len(layout.slots) > 3 else ''}"
             raise
-        state.wire_bytes += end - begin
-        if end == layout.num_bytes:
+        state.wire_bytes += piece.num_bytes
+        if piece.peer_offset + piece.num_bytes == layout.num_bytes:
             self._meeting.tell(_Keys(state.attempt, target).of("written", layout.index), True)
 
 
@@ -251,8 +217,6 @@ class _SenderState:
         self.replicas = replicas or {}
         self.retried_before = retried_before
         self.wire_bytes = 0
-        self.background: deque[list[Future[None]]] = deque()
-        """The writes of each staging buffer, the oldest first."""
         self.given_up = False
         """Whether a write failed, so that none is begun any more."""
 
