@@ -54,6 +54,7 @@ def test_a_machine_where_mooncake_cannot_be_loaded_is_told_what_it_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mooncake").mkdir()
+    (tmp_path / "mooncake" / "__init__.py").touch()
     missing = "libibverbs.so.1: cannot open shared object file: No such file or directory"
     (tmp_path / "mooncake" / "engine.py").write_text(f"raise ImportError({missing!r})")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)

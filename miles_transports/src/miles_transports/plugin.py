@@ -40,8 +40,8 @@ P2P_RULES = (
     Rule(
         id="p2p-mooncake",
         because="p2p writes through Mooncake's transfer engine",
-        instead="pip install './miles_transports[p2p]', or [p2p-cuda] on hosts with CUDA, never both; its system libraries "
-        "come with apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2",
+        instead="pip install './miles_transports[p2p]', or [p2p-cuda] on hosts with CUDA, never both; its system "
+        "libraries come with apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2",
         check="miles_transports.rules:mooncake_is_here",
     ),
     Rule(
