@@ -62,6 +62,7 @@ def test_the_report_averages_groups_and_weighs_tokens() -> None:
             "contract/versions/sample_coverage": 1.0,
             "contract/versions/token_coverage": 1.0,
             "contract/versions/mixed_fraction": 0.5,
+            "contract/versions/proven": 1.0,
             "contract/versions/current": 14,
             "contract/versions/s_old_mean": 1.0,
             "contract/versions/s_old_max": 2,

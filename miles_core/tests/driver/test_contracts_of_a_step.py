@@ -13,6 +13,7 @@ from miles_core.contracts.report import Verdict
 from miles_core.driver.run import Run
 from miles_core.driver.stages import check_contracts
 from miles_core.rollout.scheduler import Collected
+from miles_core.tracking.live import verdict_text
 from miles_core.types import Group, Prompt, Status, TokenSpan, Trajectory
 
 
@@ -46,6 +47,7 @@ def test_between_two_publishes_no_token_is_of_the_trainers_own_version(
             rollout=SimpleNamespace(routes="off"),
             precision=SimpleNamespace(true_on_policy=False),
             schedule=SimpleNamespace(on_weight_update="retract"),
+            weights=SimpleNamespace(verify="off", probes=int(published_step == 5)),
         ),
         num_experts=None,
         published_step=published_step,
@@ -65,4 +67,6 @@ def test_between_two_publishes_no_token_is_of_the_trainers_own_version(
     assert by_name["logprobs"].status is verdict
     assert by_name["logprobs"].metrics["contract/logprobs/fresh_fraction"] == fresh
     assert by_name["versions"].status is Verdict.OK
+    assert by_name["versions"].metrics["contract/versions/proven"] == (published_step == 5)
+    assert ("not proven" in verdict_text(by_name["versions"])) is (published_step != 5)
     assert by_name["versions"].metrics["contract/versions/s_old_max"] == 0, "age counts published versions"

@@ -231,6 +231,16 @@ def test_routes_are_not_missed_where_there_are_none(run: Path, architecture: Any
     assert record.reading("tokens", 0) == "not measured"
 
 
+def test_versions_that_nothing_proved_are_said_to_be_so(run: Path) -> None:
+    assert "not proven" not in load_run(run).reading("versions", 12)
+    metrics = {"contract/versions/s_old_max": 0.0, "contract/versions/token_staleness": 0.0}
+    directory = RunDir(run)
+    directory.append(directory.metrics, {"step": 13, **metrics, "contract/versions/proven": 0.0})
+    record = load_run(run)
+    assert "not proven: with weights.verify off" in record.reading("versions", 13)
+    assert "Not proven: no weights.verify" in render(record)
+
+
 def test_a_step_is_a_table_of_its_trajectories(run: Path) -> None:
     contracts, lines = shown(run, None).splitlines()[:4], shown(run, None).splitlines()[5:]
     assert [line.split()[0] for line in contracts] == ["tokens", "routes", "logprobs", "versions"]

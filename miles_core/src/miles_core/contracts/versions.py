@@ -73,8 +73,14 @@ def fresh_tokens(batch: TrainBatch, version: int, *, mixed_keys: bool = False) -
     return fresh
 
 
-def check(groups: Sequence[Group], *, current_version: int, max_staleness: int | None = None) -> Report:
+def check(
+    groups: Sequence[Group], *, current_version: int, max_staleness: int | None = None, proven: bool = True
+) -> Report:
     """Measure the age of `groups` when the trainer consumes them.
+
+    Args:
+        proven: Whether updates compare what the engines serve with what the trainer has. Without it the versions are
+            what engines and their servers say; that is no breach, and the report says so.
 
     Broken when a token claims a version that was never published, or a group's S_old is strictly over `max_staleness`.
     """
@@ -107,6 +113,7 @@ def check(groups: Sequence[Group], *, current_version: int, max_staleness: int |
         status=Verdict.BROKEN if offenders else Verdict.OK,
         metrics={
             **coverage,
+            "contract/versions/proven": float(proven),
             "contract/versions/current": float(current_version),
             "contract/versions/s_old_mean": sum(age.s_old for _, age in ages) / number,
             "contract/versions/s_old_max": float(max(age.s_old for _, age in ages)),

@@ -170,12 +170,14 @@ def check_contracts(
     # If the trainer has moved on since the last publish, no token was sampled with the weights that score the batch.
     scored = version if run.published_step == run.trained_step else version + 1
     in_place = run.spec.schedule.on_weight_update == "in-place"
+    weights = run.spec.weights
+    proven = weights.verify != "off" or weights.probes > 0
     fresh = versions.fresh_tokens(batch, scored, mixed_keys=in_place)
     return [
         tokens.check(collected.groups, batch),
         routes.check(batch, num_experts=run.num_experts, mode=run.spec.rollout.routes, counts=counts, fresh=fresh),
         logprobs.check(batch, old_is_rollout=old_is_rollout, fresh=fresh, exact=run.spec.precision.true_on_policy),
-        versions.check(collected.groups, current_version=version, max_staleness=max_staleness),
+        versions.check(collected.groups, current_version=version, max_staleness=max_staleness, proven=proven),
     ]
 
 

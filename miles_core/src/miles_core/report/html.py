@@ -169,8 +169,9 @@ def _verdict(run: RunRecord, name: str, broken: Sequence[Mapping[str, Any]]) -> 
             f"worst token {max(values('abs_diff_max')):.2g}."
         )
     if name == "versions" and (oldest := values("s_old_max")):
-        typical = values("token_staleness")
-        return "good", f"Oldest token {max(oldest):.0f} versions behind, typical {sum(typical) / len(typical):.2g}."
+        typical, proven = values("token_staleness"), 0.0 not in values("proven")
+        age = f"Oldest token {max(oldest):.0f} versions behind, typical {sum(typical) / len(typical):.2g}."
+        return ("good", age) if proven else ("plain", f"{age} Not proven: no weights.verify and no weights.probes.")
     if name == "routes" and (coverage := values("coverage")):
         different = values("different_fraction")
         most = f"; at most {max(different):.2%} of (token, layer) pairs went to other experts" if different else ""

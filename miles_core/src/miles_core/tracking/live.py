@@ -21,6 +21,8 @@ from miles_core.contracts.logprobs import MAX_MEAN_ABS_DIFF
 from miles_core.contracts.report import Report, Verdict
 from miles_core.tracking.verdict import Outlook, State, judge
 
+NOT_PROVEN = "with weights.verify off and no weights.probes, what engines serve is what they say"
+"""Of versions, in place of a reason that each engine would give."""
 CONTRACTS = ("tokens", "routes", "logprobs", "versions")
 BLOCKS = "▁▂▃▄▅▆▇█"
 STYLES = {
@@ -280,6 +282,7 @@ def figures_text(contract: str, metrics: Mapping[str, float]) -> str | None:
         case "logprobs":
             return _logprobs_text(numbers)
         case "versions":
-            return f"oldest {numbers['s_old_max']:.0f}, mean {numbers['token_staleness']:.2g} versions behind"
+            age = f"oldest {numbers['s_old_max']:.0f}, mean {numbers['token_staleness']:.2g} versions behind"
+            return age if numbers.get("proven", 1.0) else f"{age}; not proven: {NOT_PROVEN}"
         case _:
             return None

@@ -98,6 +98,7 @@ CONTRACTS = (
     Metric("contract/logprobs/fresh_fraction", "fraction", "trained tokens sampled by the trainer's current version"),
     Metric("contract/logprobs/abs_diff_mean_fresh", "nats", "mean |trainer - rollout log-prob| of fresh tokens"),
     Metric("contract/logprobs/abs_diff_max_fresh", "nats", "the largest; 0 with precision.true_on_policy"),
+    Metric("contract/versions/proven", "0 or 1", "whether updates compare the served weights with the trainer's"),
     Metric("contract/versions/current", "version", "published weight version when the trainer consumed the batch"),
     Metric("contract/versions/s_old_mean", "versions", "age of a group's oldest token, mean over groups"),
     Metric("contract/versions/s_old_max", "versions", "age of the batch's oldest token"),
