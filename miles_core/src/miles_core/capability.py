@@ -82,6 +82,9 @@ class Capability:
     """Tags (from `TAGS`) of what it can do. Rules ask for them; conformance kits test what is declared."""
     needs: tuple[str, ...] = ()
     """Requirements (PEP 508) beyond the distribution's. While one is missing, the capability is `unavailable`."""
+    expects: tuple[tuple[str, str], ...] = ()
+    """Modules that a run may find elsewhere, on other hosts or in another environment, each with what to do where it is
+    absent. `miles plugins list` looks for them without importing; a run-file may pick the capability anyhow."""
     memory: str | None = None
     """Backends only: ``module:function`` that tells how much memory a rank will need (`planning.memory.Planner`).
     Without it, plans assume that every rank holds a whole replica."""

@@ -273,6 +273,8 @@ def _descriptor_fault(capability: object) -> str | None:
             Requirement(need)
         except InvalidRequirement:
             return f"`needs` of `{name}` has {need!r}, which is not a requirement"
+    if odd := [each for each in capability.expects if not (each[0].isidentifier() and each[1].strip())]:
+        return f"`expects` of `{name}` has {odd[0]!r}, not the name of a top-level module and a remedy"
     return None
 
 

@@ -61,6 +61,11 @@ class Entry:
     def owner(self) -> str:
         return f"{self.distribution} {self.version}".strip()
 
+    @property
+    def absent(self) -> tuple[tuple[str, str], ...]:
+        """Modules it expects that this environment lacks, each with the remedy."""
+        return tuple(each for each in self.capability.expects if importlib.util.find_spec(each[0]) is None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plugin:

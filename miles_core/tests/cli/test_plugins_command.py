@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
 import subprocess
@@ -82,6 +83,27 @@ class TestList:
         assert lines[0].split() == ["KIND", "NAME", "FROM", "STATE", "SUMMARY"]
         assert len(lines) - 1 == len(json.loads(run("plugins", "list", "--json").stdout))
         assert any(line.split()[:5] == ["loss", "gspo", "miles-core", "0.1.0", "ok"] for line in lines)
+
+    def test_what_runs_only_elsewhere_says_what_is_absent_here(self, monkeypatch):
+        def rows():
+            return {(row["kind"], row["name"]): row for row in json.loads(run("plugins", "list", "--json").stdout)}
+
+        found = importlib.util.find_spec
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name, *more: None if name == "mooncake" else found(name, *more)
+        )
+        p2p = rows()["transport", "p2p"]
+        assert p2p["state"] == "ok"  # a run-file may pick it
+        assert [each["module"] for each in p2p["absent"]] == ["mooncake"]
+        (line,) = [line for line in run("plugins", "list").stdout.splitlines() if line.split()[1] == "p2p"]
+        assert re.search(r"not here +no module mooncake: pip install './miles_transports\[p2p\]'", line)
+        assert "not here   no module mooncake" in run("plugins", "show", "transport", "p2p").stdout
+        monkeypatch.setattr(
+            "importlib.util.find_spec", lambda name, *more: found("json") if name == "mooncake" else found(name, *more)
+        )
+        assert rows()["transport", "p2p"]["absent"] == []
+        (line,) = [line for line in run("plugins", "list").stdout.splitlines() if line.split()[1] == "p2p"]
+        assert line.split()[4] == "ok"
 
     def test_one_kind_alone(self):
         rows = json.loads(run("plugins", "list", "--json", "--kind", "loss").stdout)

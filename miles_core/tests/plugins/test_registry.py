@@ -58,6 +58,7 @@ def test_a_sound_plugin_is_listed_and_can_be_picked(install, entry_points):
         (good("short").replace("for a test", "x" * 81), "81 found"),
         (good("short").replace("math:sqrt", "math.sqrt"), "'math.sqrt', not module:attribute"),
         (good("short").replace("load=", "needs=('>>1',), load="), "'>>1', which is not a requirement"),
+        (good("short").replace("load=", "expects=(('a.b', 'x'),), load="), "not the name of a top-level module"),
     ],
 )
 def test_a_broken_plugin_says_why_and_leaves_the_others_usable(install, entry_points, source, reason):

@@ -107,6 +107,7 @@ def miles_transports() -> list[Capability]:
             summary="every trainer rank writes into the memory of its own engines; many hosts, RDMA",
             load="miles_transports.p2p.transport:P2pTransport",
             options="miles_transports.options:P2pOptions",
+            expects=(("mooncake", "pip install './miles_transports[p2p]', or [p2p-cuda] on hosts with CUDA"),),
             provides=frozenset({"same-process", "cross-process", "cross-host"}),
             rules=P2P_RULES,
         ),

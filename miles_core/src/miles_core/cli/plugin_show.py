@@ -111,6 +111,7 @@ def _facts(entry: Entry) -> dict[str, Any]:
         "options": options_of(entry),
         "provides": sorted(capability.provides),
         "needs": list(capability.needs),
+        "absent": [{"module": module, "do": do} for module, do in entry.absent],
         "rules": [asdict(rule) for rule in capability.rules],
         "section": KINDS[entry.kind].section,
     }
@@ -127,6 +128,7 @@ def _page(entry: Entry) -> str:
     ]
     if capability.needs:
         lines.append("needs      " + ", ".join(capability.needs))
+    lines += [f"not here   no module {module}: {do}" for module, do in entry.absent]
     lines += [f"provides   {tag}: {TAGS.get(tag, 'not in the vocabulary')}" for tag in sorted(capability.provides)]
     lines += ["", *_options_block(entry), "", *_rules_block(capability.rules), "", *_pick_block(entry)]
     return "\n".join(lines)

@@ -23,7 +23,10 @@ COMMANDS = {
 
 command = LazyGroup("plugins", lazy=COMMANDS, help="Work with plugins.")
 
-_COLOURS = {
+NOT_HERE = "not here"
+"""What a run may pick and this environment lacks a module for."""
+_COLOURS: dict[str, str] = {
+    NOT_HERE: "yellow",
     State.OK: "green",
     State.DISABLED: "bright_black",
     State.UNAVAILABLE: "yellow",
@@ -65,6 +68,7 @@ def _entry_row(entry: Entry) -> dict[str, Any]:
         "plugin": entry.plugin,
         "reason": entry.reason,
         "do": entry.do,
+        "absent": [{"module": module, "do": do} for module, do in entry.absent],
     }
 
 
@@ -80,6 +84,7 @@ def _plugin_row(plugin: Plugin) -> dict[str, Any]:
         "plugin": plugin.name,
         "reason": plugin.reason,
         "do": plugin.do,
+        "absent": [],
     }
 
 
@@ -89,13 +94,19 @@ def _table(rows: list[dict[str, Any]]) -> str:
             row["kind"] or "-",
             row["name"] or "-",
             f"{row['distribution']} {row['version']}",
-            row["state"],
-            f"{row['reason']}. {row['do']}".removesuffix(". ") if row["reason"] else row["summary"],
+            NOT_HERE if row["state"] == State.OK and row["absent"] else row["state"],
+            _last_cell(row),
         )
         for row in rows
     ]
 
     def style(column: int, text: str) -> str:
-        return click.style(text, fg=_COLOURS[State(text.strip())]) if column == 3 else text
+        return click.style(text, fg=_COLOURS[text.strip()]) if column == 3 else text
 
     return table.render(("KIND", "NAME", "FROM", "STATE", "SUMMARY"), cells, width=table.terminal_width(), style=style)
+
+
+def _last_cell(row: dict[str, Any]) -> str:
+    if row["reason"]:
+        return f"{row['reason']}. {row['do']}".removesuffix(". ")
+    return ". ".join([*(f"no module {each['module']}: {each['do']}" for each in row["absent"]), row["summary"]])

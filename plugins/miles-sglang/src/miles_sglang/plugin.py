@@ -52,6 +52,7 @@ RULES = (
         instead="min_p: 0, or engine.deterministic: false",
     ),
 )
+EXPECTS = (("sglang", "name the Python of an environment that has it, as `python`, or servers that run already"),)
 
 
 @hookimpl
@@ -62,6 +63,7 @@ def miles_engines() -> list[Capability]:
             summary="SGLang servers, started by Miles or attached; for real GPUs and long runs",
             load="miles_sglang.engine:SglangEngine",
             options="miles_sglang.options:SglangOptions",
+            expects=EXPECTS,
             provides=frozenset(
                 {"version-spans", "verifies-weights", "streams", "records-routes", "pauses-in-place", "stages-aside"}
             ),
@@ -78,5 +80,6 @@ def miles_teachers() -> list[Capability]:
             summary="scores rows on an SGLang server, started by Miles or attached",
             load="miles_sglang.teacher:SglangTeacher",
             options="miles_sglang.options:TeacherOptions",
+            expects=EXPECTS,
         )
     ]
