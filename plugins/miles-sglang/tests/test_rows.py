@@ -15,6 +15,7 @@ from miles_core.testing.tiny import make_tiny_model
 from miles_core.types import FinishReason, SamplingParams
 from miles_sglang.checkpoint import Checkpoint, read_checkpoint
 from miles_sglang.claim import Claim
+from miles_sglang.client import Client
 from miles_sglang.requests import rank_of, seed_of
 from miles_sglang.rows import Row, cut_at_stop, finish_of, parse, payload, routes_of, stretches
 
@@ -30,6 +31,10 @@ def row(*prompt: int, **params: Any) -> Row:
         request_id="r", session_id="s", token_ids=prompt or (1, 2, 3), params=SamplingParams(**params), routes=True
     )
     return Row(request, seed=5, limit=10, rank=None)
+
+
+def nobody() -> Client:
+    raise AssertionError("nothing is asked")
 
 
 def event(ids: list[int], *logprobs: float, **meta: Any) -> dict[str, Any]:
@@ -79,7 +84,7 @@ def test_tokens_after_a_stop_token_are_dropped() -> None:
 
 
 def test_spans_tell_which_version_made_the_last_tokens() -> None:
-    claim = Claim("miles/host/1/2/ab", "here")
+    claim = Claim("miles/host/1/2/ab", "here", nobody)
 
     def number(name: object) -> int:
         return claim.read(name, newest=5)
@@ -103,7 +108,7 @@ def test_spans_tell_which_version_made_the_last_tokens() -> None:
 
 
 def test_versions_of_others_are_told_from_ones_own() -> None:
-    own, other = Claim("miles/host/1/2/ab", "here"), Claim("miles/host/1/2/cd", "here")
+    own, other = Claim("miles/host/1/2/ab", "here", nobody), Claim("miles/host/1/2/cd", "here", nobody)
     assert own.read(own.name(3), newest=3) == 3
     assert own.read("-1", newest=3) == -1
     for foreign in (own.name(4), other.name(3), "3", "41", "default", None):
