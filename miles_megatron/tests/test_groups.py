@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +14,9 @@ import torch.distributed as dist
 import miles_megatron.start  # noqa: F401
 from miles_megatron import groups
 from miles_megatron.groups import Layout
+
+from . import scenarios
+from .models import write_models
 
 CPU = torch.device("cpu")
 
@@ -47,3 +52,16 @@ def test_the_last_user_takes_the_groups_down() -> None:
         kept.append(threads() - before)
     assert max(kept) <= 3
     assert dist.is_initialized()
+
+
+@pytest.mark.usefixtures("executors_group")
+def test_a_closed_backend_can_be_freed(tmp_path: Path) -> None:
+    """Model and buffers hold one another, and the groups with their threads: the garbage collector must see it all."""
+    (batch,) = scenarios.batches(1)
+    backend = scenarios.Place(0, 1, write_models(tmp_path, "qwen3-moe"), "cpu").make("qwen3-moe")
+    backend.train_step(batch)
+    left = weakref.ref(backend._policy.models[0])
+    backend.close()
+    del backend
+    gc.collect()
+    assert left() is None

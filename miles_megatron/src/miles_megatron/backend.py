@@ -274,6 +274,7 @@ class MegatronBackend:
         if self._closed:
             return
         self._closed = True
+        self._policy.let_go()
         del self._policy, self._reference
         self._setup.release()
 

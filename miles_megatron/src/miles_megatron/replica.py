@@ -185,6 +185,18 @@ class Policy(Replica):
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
+    def let_go(self) -> None:
+        """Cut the ring that would keep the model, its buffers and its process groups for ever.
+
+        A dispatcher keeps the last router's probabilities. Their graph ends at the hooks that DistributedDataParallel
+        put on the parameters, these lead to the model, and the garbage collector does not look into graphs.
+        """
+        for model in self.models:
+            for module in model.modules():
+                dispatcher = getattr(module, "token_dispatcher", None)
+                if dispatcher is not None:
+                    dispatcher.probs = None
+
     def replays(self) -> list[Replay]:
         """Of every layer with experts on this rank, when the run has routes."""
         found = (replay_of(layer) for model in self.models for layer in model.decoder.layers)
