@@ -22,7 +22,6 @@ from miles_core.watch import waiters
 from miles_core.weights.digests import manifest
 from miles_core.weights.fleet import Fleet
 from miles_core.weights.lifecycle import Phase, UpdateSettings
-from miles_core.weights.proof import DeliveryProof
 
 
 def account(version: int) -> WeightManifest:
@@ -56,6 +55,9 @@ class FaultyEngine(RecordingEngine):
     async def activate(self, version: int) -> None:
         assert not any(each.generating for each in self.fleet), "two versions may be sampled from at once"
         await self._maybe("activate")
+        if self.fault == "ignore":  # says that it is done, and goes on with what it had
+            self.fault = None
+            return
         await super().activate(version)
 
     async def resume(self) -> None:
@@ -109,15 +111,16 @@ async def fleet_of(count: int, **kwargs: Any) -> tuple[Fleet, FaultyTransport, l
 
 
 class FleetMachine(RuleBasedStateMachine):
-    """Whatever happens: all that generate serve one version, completely, and it never goes back."""
+    """Whatever happens: all that generate serve one version, completely, and it never goes back.
+
+    Without a delivery proof, which would stop the engines after mistakes of the lifecycle, too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.loop = VirtualLoop()
         self.overlap = False
-        self.fleet, self.transport, self.engines = self.run(
-            fleet_of(2, timeout_s=0.05, proof=DeliveryProof(verify="always"))
-        )
+        self.fleet, self.transport, self.engines = self.run(fleet_of(2, timeout_s=0.05))
         self.next = 0
         self.served = -1
 
@@ -128,7 +131,7 @@ class FleetMachine(RuleBasedStateMachine):
         self.loop.close()
 
     @rule(
-        fault=st.sampled_from([None, None, "pause", "stage", "differ", "activate", "resume"]),
+        fault=st.sampled_from([None, None, "pause", "stage", "differ", "activate", "ignore", "resume"]),
         who=st.integers(0, 3),
         hangs=st.booleans(),
         again=st.booleans(),

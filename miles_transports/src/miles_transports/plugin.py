@@ -85,6 +85,13 @@ def miles_transports() -> list[Capability]:
                     because="cuda-ipc shares memory of one device; separate sides have one each",
                     instead="transport: broadcast, or placement.mode: colocated",
                 ),
+                Rule(
+                    id="cuda-ipc-gpu",
+                    when=("placement.device=cuda",),
+                    because="cuda-ipc shares memory of a GPU, which trainer and engines ask for when the run starts",
+                    instead="placement.device: cpu, where it shares main memory, or a host with a GPU",
+                    check="miles_transports.rules:a_gpu_is_here",
+                ),
             ),
         ),
         Capability(
