@@ -8,8 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 
+from miles_core.cli import main
 from miles_core.config.load import parse
 from miles_core.config.resolve import check_run
 from miles_core.config.spec import RunSpec
@@ -51,6 +53,22 @@ def test_every_page_can_be_reached_from_the_readme() -> None:
             found.add(page)
             todo += [target for target in links(page) if target.suffix == ".md"]
     assert not [str(page.relative_to(ROOT)) for page in PAGES if page not in found]
+
+
+def commands(command: click.Command, *words: str) -> Iterator[str]:
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for name in command.list_commands(context):
+            found = command.get_command(context, name)
+            assert found is not None
+            yield from commands(found, *words, name)
+    else:
+        yield " ".join(words)
+
+
+def test_the_page_of_commands_has_every_command_and_no_other() -> None:
+    page = (ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
+    assert sorted(re.findall(r"^### (.*)$", page, re.MULTILINE)) == sorted(commands(main))
 
 
 def run_files() -> Iterator[Any]:
