@@ -9,6 +9,9 @@ import pytest
 from click.testing import CliRunner
 
 from miles_core.cli import main
+from miles_core.config.load import load
+from miles_core.driver.bench import candidates
+from miles_core.registry import discover
 
 if TYPE_CHECKING:
     from .conftest import Workspace
@@ -68,6 +71,12 @@ def test_bench_tries_what_is_usable_names_what_is_not_and_recommends_one(
     assert "colocated" in found["p2p"]["why_not"]
     assert told["recommended"] in transports
     assert "pause" in told["reason"]
+
+
+def test_bench_names_the_option_that_a_transport_lacks(workspace: Workspace) -> None:
+    _, refused = candidates(load(workspace.run_file), discover(), {})
+    (why_not,) = [outcome.why_not for outcome in refused if outcome.name == "disk-delta"]
+    assert why_not.startswith("publish_dir is missing")
 
 
 @pytest.mark.parametrize(

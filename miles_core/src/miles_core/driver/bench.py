@@ -71,7 +71,9 @@ def candidates(
             pick = own
         run, problems = check_run(replace(source, tree={**source.tree, "transport": pick}), registry)
         if run is None:
-            refused.append(Outcome(name=entry.name, figures={}, why_not=problems[0].message))
+            key = problems[0].path.removeprefix("transport.")
+            named = "" if key == problems[0].path else f"{key} "  # the message goes on from the key that it is about
+            refused.append(Outcome(name=entry.name, figures={}, why_not=f"{named}{problems[0].message}"))
         else:
             usable[entry.name] = run
     return usable, refused
@@ -143,7 +145,7 @@ def recommend(outcomes: Sequence[Outcome]) -> tuple[str, str]:
     pause = best.figures["sync/pause_s"]
     if len(close) > 1:
         others = ", ".join(outcome.name for outcome in close if outcome is not best)
-        return best.name, f"pauses {pause:.3g} s like {others}, and moves the fewest bytes of them"
+        return best.name, f"pauses {pause:.3g} s like {others}, and none of them moves fewer bytes"
     if len(tried) == 1:
         return best.name, f"the only one that works here; pauses {pause:.3g} s"
     second = min(outcome.figures["sync/pause_s"] for outcome in tried if outcome is not best)
