@@ -18,6 +18,7 @@ from miles_core.errors import RunError
 from miles_core.registry import discover
 
 LIST_CPU_SECONDS = 0.4
+REGISTRY = discover()
 HEAVY = {"torch", "ray", "transformers", "tokenizers", "pydantic", "numpy", "yaml"}
 
 
@@ -149,8 +150,9 @@ class TestShow:
     def test_hyphens_in_a_kind_are_accepted(self):
         assert run("plugins", "show", "tito-family", "default").exit_code == 0
 
-    @pytest.mark.parametrize("entry", discover().entries(), ids=lambda each: f"{each.kind}-{each.name}")
-    def test_everything_installed_can_be_explained(self, entry):
+    @pytest.mark.parametrize("entry", REGISTRY.entries(), ids=lambda each: f"{each.kind}-{each.name}")
+    def test_everything_installed_can_be_explained(self, monkeypatch, entry):
+        monkeypatch.setattr("miles_core.cli.plugin_show.discover", lambda: REGISTRY)
         result = run("plugins", "show", entry.kind, entry.name)
         assert result.exit_code == 0
         assert entry.capability.summary in result.stdout
@@ -165,6 +167,7 @@ class TestTable:
         assert table.render(("A", "B"), [("x", "word " * 50)]).count("\n") == 1
 
 
-def test_kinds_of_the_command_are_those_of_core():
+def test_kinds_of_the_command_are_those_of_core(monkeypatch):
+    monkeypatch.setattr("miles_core.cli.plugins.discover", lambda: REGISTRY)
     assert run("plugins", "list", "--kind", "nonsense").exit_code == 2
     assert all(run("plugins", "list", "--kind", kind).exit_code == 0 for kind in KINDS)
