@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import copy
+import itertools
 import json
 import subprocess
 import time
@@ -307,6 +309,46 @@ async def test_a_reply_that_no_request_asked_for_is_told(
     async with attached(peer, model, tmp_path) as engine:
         peer.events = [peer.event(ids, LENGTH, **changes)]
         with pytest.raises(EngineError, match=error):
+            await sample(engine)
+
+
+JUNK: tuple[Any, ...] = (None, "x", [], {}, -1, 10**12, 1.5, [[]], [None], {"a": 1})
+
+
+async def test_junk_in_a_reply_is_told_with_engine_and_request_or_does_not_matter(
+    peer: Peer, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every field in turn. What passes is all of the request's tokens."""
+    monkeypatch.setattr("miles_sglang.attempt.REST_S", 1e-5)
+    async with attached(peer, model, tmp_path) as engine:
+        good = peer.event([5, 6, 7, 8], LENGTH)
+        entries, spans = ("meta_info", "output_token_logprobs"), ("meta_info", "weight_versions")
+        fields: list[tuple[Any, ...]] = [("output_ids",), ("output_ids", 1), ("meta_info",), (*spans, 0), (*entries, 1)]
+        fields += [("meta_info", name) for name in good["meta_info"]]
+        fields += [(*spans, 0, name) for name in ("start", "end", "version")]
+        fields += [(*entries, 1, 0), (*entries, 1, 1), ("meta_info", "finish_reason", "type")]
+        for field, junk in itertools.product(fields, JUNK):
+            event = copy.deepcopy(good)
+            inner = event
+            for name in field[:-1]:
+                inner = inner[name]
+            inner[field[-1]] = junk
+            peer.events = [event]
+            (found,) = await asyncio.gather(sample(engine), return_exceptions=True)
+            if isinstance(found, BaseException):
+                assert isinstance(found, EngineError), (field, junk)
+                assert "engine sglang 0" in str(found)
+                assert found.do is not None, (field, junk)
+            else:
+                assert [token for chunk in found for token in chunk.token_ids] == [5, 6, 7, 8], (field, junk)
+
+
+async def test_tokens_without_a_version_are_refused(peer: Peer, model: Path, tmp_path: Path) -> None:
+    async with attached(peer, model, tmp_path) as engine:
+        event = peer.event([5, 6, 7, 8], LENGTH)
+        del event["meta_info"]["weight_versions"]
+        peer.events = [event]
+        with pytest.raises(EngineError, match=r"which weights made its tokens(?s:.*)engine sglang 0, request r"):
             await sample(engine)
 
 

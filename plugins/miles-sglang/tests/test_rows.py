@@ -144,14 +144,24 @@ def test_routes_of_a_later_attempt_do_not_replace_recorded_ones(moe: Checkpoint)
         encoded = base64.b64encode(array.tobytes()).decode()
         return {"routed_experts": encoded, "prompt_tokens": 3, "completion_tokens": sampled}
 
-    taken.routes = routes_of(taken, reply(first, 1), moe)
+    taken.routes = routes_of(taken, reply(first, 1), moe, "here")
     taken.ids = [4, 5]
     second = np.full((5, 3, 2), 3, dtype=np.int32)  # one token more than is kept
-    found = routes_of(taken, reply(second, 3), moe)
+    found = routes_of(taken, reply(second, 3), moe, "here")
     assert found is not None
     assert found.shape == (4, 3, 2)
     np.testing.assert_array_equal(found[:3], first)
     np.testing.assert_array_equal(found[3], second[3])
+    whole = reply(second, 3)
+    for wrong in (
+        reply(second[:, :2], 3),
+        {**reply(second[:2], 0), "prompt_tokens": 3},
+        {**whole, "routed_experts": second.tolist()},
+        {**whole, "prompt_tokens": None},
+        {"routed_experts": whole["routed_experts"]},
+    ):
+        with pytest.raises(EngineError, match="routes"):
+            routes_of(taken, wrong, moe, "here")
 
 
 def test_seeds_and_ranks_are_functions_of_what_names_them() -> None:

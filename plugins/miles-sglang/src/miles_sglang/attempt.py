@@ -89,7 +89,12 @@ class Attempt:
             if last is None:
                 await self._abort(rid)
         if last is None:
-            raise EngineError("the server's stream ended without a finish reason", where=self._where)
+            raise EngineError(
+                "the server's stream ended without a finish reason",
+                expected="one in the last event",
+                where=self._where,
+                do="read the server's log; look for a proxy in between",
+            )
         for chunk in last:
             emit(chunk)
         return bool(last) and last[-1].finish_reason is not None
@@ -154,9 +159,13 @@ class Attempt:
             raise self._strange("ended early", f"{row.limit} tokens", f"{len(row.ids) + len(self._held.ids)}")
         already = len(row.ids) - self._prior
         count, number = len(self._held.ids), self._number
+        if piece.meta.get("weight_versions") is None and self._server.dialect.has("version-spans"):
+            if count and not cut_off:
+                raise self._strange("nothing says which weights made its tokens", "weight_versions", "none")
+            count = 0  # they are sampled again
         spans = stretches(piece.meta, already, count, version, number, self._where, cut_off=cut_off)
         chunks = self._release(list(spans))
-        row.routes = routes_of(row, piece.meta, self._checkpoint)
+        row.routes = routes_of(row, piece.meta, self._checkpoint, self._where)
         if cut_off and row.ending != "abort":
             # Taken back, or ended by somebody else who may use the server: either way it goes on from what it has.
             self._taken_back, row.ending = row.ending is not None, None

@@ -220,8 +220,9 @@ class SglangEngine:
             generation = server.generation
             row.rid = f"{self._name}/{next(self._rids)}/{row.request.request_id}"
             interval, adapter = self._options.stream_interval, self._adapter_name
+            where = f"{self._name}, request {row.request.request_id}"
             attempt = Attempt(
-                row, server, self._checkpoint, lambda: self._epoch, self._number, interval, self._name, adapter=adapter
+                row, server, self._checkpoint, lambda: self._epoch, self._number, interval, where, adapter=adapter
             )
             try:
                 if await attempt.run(self._version, emit):

@@ -19,6 +19,9 @@ from miles_sglang.checkpoint import Checkpoint
 
 Ending = Literal["retract", "abort"]
 
+NO_SGLANG = "look for a proxy in between, or another program or release at this address"
+FORMS = {"finish_reason": dict, "weight_versions": list, "cached_tokens": int}
+"""Of what every event says about itself, where it says it."""
 ROUNDING = 1e-3
 """By how much a log-prob may be above 0: half precision rounds, and no more."""
 
@@ -109,12 +112,18 @@ def parse(event: dict[str, Any], where: str) -> Piece:
         entries = meta.get("output_token_logprobs") or []
         logprobs = [entry[0] for entry in entries]
         named = [entry[1] for entry in entries]
+        for name, form in FORMS.items():
+            if meta.get(name) is not None and not isinstance(meta[name], form):
+                raise TypeError(f"{name} is {meta[name]!r}")
+        if not isinstance(ids, list):
+            raise TypeError(f"output_ids is {ids!r}")
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         raise EngineError(
             "an event of the server has not the form of one",
             expected="output_ids, and meta_info with output_token_logprobs",
-            found=repr(event)[:300],
+            found=f"{type(error).__name__}: {error}, in {event!r}"[:300],
             where=where,
+            do=NO_SGLANG,
         ) from error
     if named != ids:
         raise EngineError(
@@ -126,7 +135,9 @@ def parse(event: dict[str, Any], where: str) -> Piece:
         )
     # The server writes null for what is not finite, since JSON has no word for it.
     if any(isinstance(value, bool) or not isinstance(value, int | float | None) for value in logprobs):
-        raise EngineError("the server's log-probs are no numbers", found=repr(logprobs)[:300], where=where)
+        raise EngineError(
+            "the server's log-probs are no numbers", found=repr(logprobs)[:300], where=where, do=NO_SGLANG
+        )
     if None in logprobs or not all(map(math.isfinite, logprobs)):
         at = next(i for i, value in enumerate(logprobs) if value is None or not math.isfinite(value))
         raise EngineError(
@@ -138,7 +149,11 @@ def parse(event: dict[str, Any], where: str) -> Piece:
         )
     if logprobs and max(logprobs) > ROUNDING:
         raise EngineError(
-            "the server's log-probs are none", expected="at most 0", found=f"{max(logprobs)}", where=where
+            "the server's log-probs are none",
+            expected="at most 0",
+            found=f"{max(logprobs)}",
+            where=where,
+            do=NO_SGLANG,
         )
     if logprobs and max(logprobs) > 0.0:  # a log-softmax rounds to slightly above 0 where one token has all the mass
         logprobs = [min(value, 0.0) for value in logprobs]
@@ -193,6 +208,7 @@ def stretches(
                 expected="version, start and end of each",
                 found=repr(spans)[:300],
                 where=where,
+                do=NO_SGLANG,
             ) from error
         if stop > at and first <= at:
             yield stop - at, number(name)
@@ -203,16 +219,31 @@ def stretches(
             expected=f"{end} tokens",
             found=str(spans),
             where=where,
+            do=NO_SGLANG,
         )
 
 
-def routes_of(row: Row, meta: dict[str, Any], checkpoint: Checkpoint) -> codec.Routes | None:
+def routes_of(row: Row, meta: dict[str, Any], checkpoint: Checkpoint, where: str) -> codec.Routes | None:
     """Routes of an attempt's prompt and output joined to those of the attempts before; what was known where it brought
-    none."""
+    none.
+
+    Raises:
+        EngineError: they are not those of the row's tokens and the checkpoint's layers.
+    """
     encoded = meta.get("routed_experts")
     if encoded is None:
         return row.routes
-    rows = int(meta["prompt_tokens"]) + int(meta["completion_tokens"]) - 1  # also what came after a stop token
+    counts = meta.get("prompt_tokens"), meta.get("completion_tokens")
+    rows = sum(count for count in counts if isinstance(count, int)) - 1  # also what came after a stop token
+    wanted = len(row.request.token_ids) + len(row.ids) - 1
+    if rows < wanted or not isinstance(encoded, str):
+        raise EngineError(
+            "the server's routes are not those of its tokens",
+            expected=f"base64 of {wanted} rows",
+            found=f"{type(encoded).__name__} of {rows} rows",
+            where=where,
+            do=NO_SGLANG,
+        )
     moe = checkpoint.moe_layers or ()
     later = codec.decode(
         encoded,
@@ -221,7 +252,7 @@ def routes_of(row: Row, meta: dict[str, Any], checkpoint: Checkpoint) -> codec.R
         keep_layers=None if len(moe) == checkpoint.layers else moe,
     )
     kept = 0 if row.routes is None else row.routes.shape[0]
-    return codec.extend(row.routes, kept, later[: len(row.request.token_ids) + len(row.ids) - 1])
+    return codec.extend(row.routes, kept, later[:wanted])
 
 
 def finish_of(piece: Piece, where: str) -> FinishReason:
@@ -239,7 +270,11 @@ def finish_of(piece: Piece, where: str) -> FinishReason:
     if kind == "abort" and finish.get("status_code") is None:
         return FinishReason.ABORT
     raise EngineError(
-        "the server ended a request with an error", expected="stop or length", found=str(finish), where=where
+        "the server ended a request with an error",
+        expected="stop or length",
+        found=str(finish),
+        where=where,
+        do="read the server's log",
     )
 
 
