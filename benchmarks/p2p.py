@@ -1,6 +1,6 @@
 """Transport `p2p` against a raw Mooncake write of the same bytes, between two processes of this machine.
 
-    python benchmarks/p2p.py [--mib 512] [--bucket-mib 128] [--repeats 5] [--segment-mib 16] [--host 127.0.0.1]
+    python benchmarks/p2p.py [--mib 512] [--bucket-mib 128] [--repeats 5] [--segment-mib 32] [--host 127.0.0.1]
                              [--protocol tcp]
 
 raw       registered memory of all the bytes is written into as much at the other end, one call for as many as a bucket

@@ -198,7 +198,7 @@ def test_no_more_prompts_are_evaluated_than_there_are(model: Path) -> None:
 def test_a_run_on_cuda_is_refused_where_there_is_none(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     here, cuda = Host(cpus=1), {"placement": {"device": "cuda"}}
-    with pytest.raises(ConfigError, match="no CUDA device"):
+    with pytest.raises(ConfigError, match="CUDA is not available"):
         require_device(make_plan(run(model, **cuda), here))
     require_device(make_plan(run(model, **cuda), GPUS))
     require_device(make_plan(run(model), here))

@@ -68,21 +68,6 @@ def test_a_machine_where_mooncake_cannot_be_loaded_is_told_what_it_lacks(
     assert "libibverbs1" in rule.instead
 
 
-def test_cuda_ipc_on_a_gpu_that_is_not_here_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(**more: Any) -> bool:
-        return "cuda-ipc-gpu" in broken_rules("cuda-ipc", mode="colocated", **more)
-
-    driver = tmp_path / "nvidiactl"
-    monkeypatch.setattr(rules, "GPU_FILES", (str(driver),))
-    assert refused(device="cuda")
-    assert not refused(device="cpu")
-    assert not refused(device="auto")
-    assert not refused(device="cuda", files=False)
-    assert not refused(device="cuda", executor="ray")
-    driver.touch()
-    assert not refused(device="cuda")
-
-
 @pytest.mark.parametrize(("ranks", "fits"), [(1, True), (2, True), (3, False)])
 def test_ranks_that_do_not_divide_the_model_are_refused(tmp_path: Path, ranks: int, fits: bool) -> None:
     save_file({"model.layers.0.self_attn.q_proj.weight": torch.zeros(8, 4)}, tmp_path / "model.safetensors")

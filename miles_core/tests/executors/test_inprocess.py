@@ -240,6 +240,6 @@ async def test_absent_cuda_is_said_in_plain_words(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     executor = InProcessExecutor(None)
     spec = replace(trainer_spec(load="miles_core.testing.recording:RecordingBackend"), device="cuda")
-    with pytest.raises(RunError, match=r"CUDA is not available(.|\n)*placement.device: cpu"):
+    with pytest.raises(ConfigError, match=r"CUDA is not available(.|\n)*placement.device: cpu"):
         await executor.start_trainer(spec)
     await executor.close()

@@ -60,12 +60,13 @@ class CudaIpcSender:
             self._engines = self._served()
             stale, self._read = self._read, []
             meeting.forget(stale)
-            meeting.raise_if_over(self._attempt)
+        meeting.raise_if_over(self._attempt)
         engines = self._engines
         if not engines:
             return
-        slot, layout = bucket.index % BLOCKS, layout_of(bucket)
-        self._wait_for(slot)  # ends with the attempt; asking before each bucket would take as long as copying it
+        slot = bucket.index % BLOCKS
+        self._wait_for(slot)
+        layout = layout_of(bucket)
         block = self._block(slot, layout.num_bytes)
         fill(block.bytes, bucket, layout)
         _synchronise(self._device)
@@ -137,8 +138,7 @@ class CudaIpcReceiver:
             copy = self._memory.take(layout.num_bytes, self._device)
             copy.copy_(self._map(index % BLOCKS, handle)[: layout.num_bytes])
             _synchronise(self._device)
-            if layout.last:  # a sender that gave up may have packed something else meanwhile, here or earlier
-                meeting.raise_if_over(attempt)
+            meeting.raise_if_over(attempt)
             meeting.tell(f"{prefix}/taken/engine {self._engine}", True)
             index, complete = index + 1, layout.last
             yield unpack(copy, layout)

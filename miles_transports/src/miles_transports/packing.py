@@ -94,14 +94,12 @@ def fill_pieces(
     Args:
         blocks: uint8[>= size of the part], one for each part, asked for when its turn has come.
     """
-    rest = deque(
-        (slot.offset, named.tensor.detach().contiguous().reshape(-1).view(torch.uint8))
-        for named, slot in zip(bucket.tensors, layout.slots, strict=True)
-    )
+    rest = deque((slot.offset, each.tensor) for each, slot in zip(bucket.tensors, layout.slots, strict=True))
     for begin, end in parts:
         block = next(blocks)
         while rest and rest[0][0] < end:
-            offset, values = rest.popleft()
+            offset, tensor = rest.popleft()
+            values = tensor.detach().contiguous().reshape(-1).view(torch.uint8)  # one at a time: this may copy it
             fits = values[: end - offset]
             block[offset - begin : offset - begin + len(fits)].copy_(fits)
             if len(fits) < len(values):

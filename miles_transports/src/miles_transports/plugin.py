@@ -30,6 +30,7 @@ DISK_DELTA_RULES = (
         check="miles_transports.rules:folders_are_writable",
     ),
 )
+INSTALL_MOONCAKE = "pip install './miles_transports[p2p]', or [p2p-cuda] on hosts with CUDA"
 P2P_RULES = (
     conflicts(
         "placement.mode=colocated",
@@ -40,8 +41,8 @@ P2P_RULES = (
     Rule(
         id="p2p-mooncake",
         because="p2p writes through Mooncake's transfer engine",
-        instead="pip install './miles_transports[p2p]', or [p2p-cuda] on hosts with CUDA, never both; its system "
-        "libraries come with apt-get install libibverbs1 librdmacm1 libnuma1 libcurl4 liburing2",
+        instead=f"{INSTALL_MOONCAKE}, never both; its system libraries come with apt-get install libibverbs1 "
+        "librdmacm1 libnuma1 libcurl4 liburing2",
         check="miles_transports.rules:mooncake_is_here",
     ),
     Rule(
@@ -85,13 +86,6 @@ def miles_transports() -> list[Capability]:
                     because="cuda-ipc shares memory of one device; separate sides have one each",
                     instead="transport: broadcast, or placement.mode: colocated",
                 ),
-                Rule(
-                    id="cuda-ipc-gpu",
-                    when=("placement.device=cuda",),
-                    because="cuda-ipc shares memory of a GPU, which trainer and engines ask for when the run starts",
-                    instead="placement.device: cpu, where it shares main memory, or a host with a GPU",
-                    check="miles_transports.rules:a_gpu_is_here",
-                ),
             ),
         ),
         Capability(
@@ -114,7 +108,7 @@ def miles_transports() -> list[Capability]:
             summary="every trainer rank writes into the memory of its own engines; many hosts, RDMA",
             load="miles_transports.p2p.transport:P2pTransport",
             options="miles_transports.options:P2pOptions",
-            expects=(("mooncake", "pip install './miles_transports[p2p]', or [p2p-cuda] on hosts with CUDA"),),
+            expects=(("mooncake", INSTALL_MOONCAKE),),
             provides=frozenset({"same-process", "cross-process", "cross-host"}),
             rules=P2P_RULES,
         ),

@@ -35,17 +35,6 @@ def _import_refused(module: str) -> str:
     return (tried.stderr.strip().splitlines() or [f"the process ended with {tried.returncode}"])[-1]
 
 
-GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
-"""Drivers of NVIDIA and AMD, and of Windows under WSL, make one; asking torch would cost seconds."""
-
-
-def a_gpu_is_here(facts: Facts) -> Iterable[Finding]:
-    """Silent where other hosts may be meant."""
-    this_host = facts.here and "places-processes" not in facts.tags.get("executor", ())
-    if this_host and not any(Path(each).exists() for each in GPU_FILES):
-        yield Finding(path="placement.device", found="placement.device is cuda, and there is no GPU here")
-
-
 def url_opens(facts: Facts) -> Iterable[Finding]:
     """fsspec knows the scheme, and what it needs for it is installed."""
     place = str(facts.values.get("transport.publish_dir", ""))

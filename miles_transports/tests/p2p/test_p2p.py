@@ -27,8 +27,10 @@ WRITE = Wire._confirmed
 OPTIONS = P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1)
 
 
-def in_pieces_of(num_bytes: int) -> P2pOptions:
-    return OPTIONS.model_copy(update={"segment_mib": num_bytes / 2**20})
+def in_pieces_of(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> P2pOptions:
+    """Of so many bytes, where a user has whole MiB."""
+    monkeypatch.setattr("miles_transports.p2p.ends.MIB", num_bytes)
+    return OPTIONS.model_copy(update={"segment_mib": 1})
 
 
 class TestP2p(TransportConformance):
@@ -155,9 +157,9 @@ def test_buckets_that_are_kept_stay_what_they_were_and_their_memory_is_used_agai
 
 
 @pytest.mark.parametrize("piece_bytes", [1, 100, 4096])
-def test_a_bucket_in_pieces_of_any_size_arrives(ends: Any, piece_bytes: int) -> None:
+def test_a_bucket_in_pieces_of_any_size_arrives(ends: Any, piece_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     weights = {"a": torch.randn(9, 7), "none": torch.empty(0, 3), "b": torch.arange(33).to(torch.bfloat16)}
-    for found in ends(1, 2, in_pieces_of(piece_bytes)).publish(0, weights, per_bucket=2):
+    for found in ends(1, 2, in_pieces_of(piece_bytes, monkeypatch)).publish(0, weights, per_bucket=2):
         assert same(found, weights)
 
 
@@ -187,7 +189,7 @@ async def test_a_piece_that_does_not_arrive_is_caught_and_the_next_publish_is_wh
 ) -> None:
     """The transfer engine says 0 all the same: no return code tells, the digests do."""
     kit = TestP2p()
-    kit.options = in_pieces_of(64)
+    kit.options = in_pieces_of(64, monkeypatch)
     async with kit.connected(engines=1) as connected:
         await kit.publish(connected, 0)
         await connected.engines[0].activate(0)

@@ -99,8 +99,8 @@ def test_bytes_arrive_as_they_were_in_more_segments_than_one_call_takes(wire: Wi
 def test_a_target_killed_between_two_pieces_fails_the_bucket_and_is_named(
     other: Other, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    options = P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1)
-    options = options.model_copy(update={"segment_mib": SIZE / 4 / 2**20})
+    monkeypatch.setattr("miles_transports.p2p.ends.MIB", SIZE // 4)
+    options = P2pOptions(timeout_s=120.0, write_timeout_s=60.0, write_retries=1, segment_mib=1)
     meeting, address = Meeting.host("127.0.0.1", options.timeout_s, 1)
     meeting.tell("generation", 0)
     meeting.tell("attempt", 0)

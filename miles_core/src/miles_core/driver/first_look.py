@@ -14,7 +14,7 @@ from miles_core.data.readers import read_prompts
 from miles_core.data.rows import Split
 from miles_core.data.source import columns_of
 from miles_core.driver.families import pick_family
-from miles_core.errors import ConfigError, MilesError
+from miles_core.errors import MilesError
 from miles_core.machine import count_devices
 from miles_core.plan import Plan
 from miles_core.registry import Registry
@@ -60,7 +60,10 @@ def _device(run: ResolvedRun, warn: Callable[[str], None]) -> None:
     """A run-file may be meant for another machine, and processes of their own may be placed on one."""
     own = "places-processes" in run.one["executor"].capability.provides
     if run.spec.placement.device == "cuda" and not own and not count_devices():
-        warn("placement.device is cuda, and this machine has no CUDA device: `miles train` would refuse here")
+        warn(
+            "placement.device is cuda, and no device file of NVIDIA's is here: unless torch sees a device, "
+            "`miles train` refuses"
+        )
 
 
 def require_device(plan: Plan) -> None:
@@ -70,18 +73,10 @@ def require_device(plan: Plan) -> None:
     Raises:
         ConfigError: `placement.device` is cuda, and neither device files nor torch know of one.
     """
-    if plan.device != "cuda" or plan.host.devices or any(place.process == "its own" for place in plan.places):
-        return
-    import torch  # a device file is not everywhere where a device is
+    if not plan.host.devices and not any(place.process == "its own" for place in plan.places):
+        from miles_core.executors.inprocess import require_cuda
 
-    if not torch.cuda.is_available():
-        raise ConfigError(
-            "this machine has no CUDA device",
-            expected="placement.device: cuda finds one",
-            found=f"no device file of NVIDIA's, and torch {torch.__version__} sees none",
-            where="placement.device",
-            do="set placement.device: cpu, or auto; or start the run on a machine with a GPU",
-        )
+        require_cuda(plan.device)  # a device file is not everywhere where a device is
 
 
 def _rows(data: DataSpec, split: Split, path: str) -> Iterator[Found]:

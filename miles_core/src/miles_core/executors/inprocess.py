@@ -41,7 +41,7 @@ class InProcessTrainer:
         self.model_path = spec.model_path
 
         def make() -> RankHost:
-            _demand(spec.device)
+            require_cuda(spec.device)
             return RankHost(spec, rank=0, device=device_of(spec.device))
 
         self._host = await self._in_thread("start", make)
@@ -205,13 +205,17 @@ async def _close_all(engines: Sequence[Engine]) -> None:
             raise outcome
 
 
-def _demand(device: str) -> None:
-    """Say in plain words that CUDA is absent, before a library says it in its own."""
+def require_cuda(device: str) -> None:
+    """Say in plain words that CUDA is absent, before a library says it in its own.
+
+    Raises:
+        ConfigError: `device` is cuda, and torch sees none in this process.
+    """
     if device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
-            raise RunError(
+            raise ConfigError(
                 "CUDA is not available in this process",
                 expected="placement.device: cuda finds a device",
                 found=f"torch {torch.__version__} sees none",

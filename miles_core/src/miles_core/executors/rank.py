@@ -10,7 +10,6 @@ import contextlib
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from miles_core.kinds.executor import TrainerSpec
 from miles_core.kinds.transport import Sender, SharedSender
 from miles_core.registry import load_target
 from miles_core.types import WeightBucket, WeightManifest
-from miles_core.weights.digests import digest_tensors, name_some, wait_for_devices
+from miles_core.weights.digests import digest_tensors, name_some
 from miles_core.weights.stopwatch import Stopwatch
 
 RANK_METHODS = frozenset(
@@ -112,23 +111,20 @@ class RankHost:
         account, clock = _Account(version, self._counts if self._shared is not None else lambda _: True), Stopwatch()
         try:
             for bucket in clock.timed("prepare_s", buckets):
-                with account.adding(bucket):
-                    self._send(bucket, buckets, clock)
+                with clock.running("digest_s"):
+                    account.add(bucket)
+                try:
+                    with clock.running("move_s"):
+                        self._sender.send(bucket)
+                except Exception:
+                    self._sender.abort(f"sending bucket {bucket.index} of version {version} failed")
+                    _drain(buckets)
+                    raise
             with clock.running("move_s"):
                 figures = self._shared.finish(version) if self._shared is not None else {}
             return account.manifest({**clock.seconds, **figures})
         except BaseException as error:
             self._sender.abort(f"{type(error).__name__}: {error}")
-            raise
-
-    def _send(self, bucket: WeightBucket, rest: Iterator[WeightBucket], clock: Stopwatch) -> None:
-        assert self._sender is not None
-        try:
-            with clock.running("move_s"):
-                self._sender.send(bucket)
-        except Exception:
-            self._sender.abort(f"sending bucket {bucket.index} of version {bucket.version} failed")
-            _drain(rest)
             raise
 
     def _counts(self, bucket: WeightBucket) -> bool:
@@ -159,23 +155,8 @@ class _Account:
         self._num_bytes = 0
         self._next_index = 0
         self._complete = False
-        self._clock = Stopwatch()
 
-    @contextlib.contextmanager
-    def adding(self, bucket: WeightBucket) -> Iterator[None]:
-        """Judge the bucket, then digest it while the block runs."""
-        self._judge(bucket)
-        wait_for_devices(bucket.tensors)
-        with ThreadPoolExecutor(1, thread_name_prefix="miles-digests") as beside:
-            digests = beside.submit(self._digested, bucket)
-            yield
-        self._digests |= digests.result()
-
-    def _digested(self, bucket: WeightBucket) -> dict[str, str]:
-        with self._clock.running("digest_s"):
-            return digest_tensors(bucket.tensors)
-
-    def _judge(self, bucket: WeightBucket) -> None:
+    def add(self, bucket: WeightBucket) -> None:
         problem = None
         if self._complete:
             problem = f"bucket {bucket.index} follows the one marked last"
@@ -187,6 +168,7 @@ class _Account:
             problem = f"tensors exported twice: {name_some(again)}"
         if problem:
             raise self._error(problem)
+        self._digests |= digest_tensors(bucket.tensors)
         if self._counts(bucket):
             self._num_bytes += sum(named.tensor.nbytes for named in bucket.tensors)
         self._next_index += 1
@@ -199,12 +181,7 @@ class _Account:
     def manifest(self, figures: Mapping[str, float]) -> WeightManifest:
         if not self._complete:
             raise self._error(f"{self._next_index} buckets, none marked last")
-        return WeightManifest(
-            version=self._version,
-            digests=self._digests,
-            num_bytes=self._num_bytes,
-            figures={**self._clock.seconds, **figures},
-        )
+        return WeightManifest(version=self._version, digests=self._digests, num_bytes=self._num_bytes, figures=figures)
 
     def _error(self, problem: str) -> TransportError:
         return TransportError(

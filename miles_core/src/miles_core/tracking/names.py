@@ -186,7 +186,7 @@ CLOCK = (
 )
 SYNC = (
     Metric("sync/prepare_s", "s", "trainer: gathering and converting the exported tensors", True),
-    Metric("sync/digest_s", "s", "trainer: digests of the exported tensors, while they are sent", True),
+    Metric("sync/digest_s", "s", "trainer: digests of the exported tensors", True),
     Metric("sync/move_s", "s", "trainer: handing them to the transport, waits for the engines included", True),
     Metric("sync/encode_s", "s", "trainer: comparing with the last version and compressing the difference", True),
     Metric("sync/write_s", "s", "trainer: writing the publication", True),

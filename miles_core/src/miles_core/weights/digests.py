@@ -88,14 +88,14 @@ def digest_tensors(tensors: Sequence[NamedTensor]) -> dict[str, str]:
     threads = min(THREADS, os.cpu_count() or 1, len(tensors))
     if threads < 2 or sum(named.tensor.nbytes for named in tensors) < FEW_BYTES:
         return {named.name: digest_tensor(named.tensor) for named in tensors}
-    wait_for_devices(tensors)
+    _wait_for_devices(tensors)
     with ThreadPoolExecutor(threads, thread_name_prefix="miles-digests") as pool:
         digests = pool.map(digest_tensor, (named.tensor for named in tensors))
         return dict(zip((named.name for named in tensors), digests, strict=True))
 
 
-def wait_for_devices(tensors: Sequence[NamedTensor]) -> None:
-    """Until the tensors are computed: other threads copy in streams that know nothing of this one's."""
+def _wait_for_devices(tensors: Sequence[NamedTensor]) -> None:
+    """Other threads copy in streams of their own, which know nothing of what this one still computes."""
     import torch
 
     for device in {named.tensor.device for named in tensors}:

@@ -35,6 +35,7 @@ from miles_transports.p2p.staging import Staging
 from miles_transports.p2p.wire import Peer, Segment, Wire
 from miles_transports.packing import Layout, fill_pieces, layout_of, pieces, unpack
 
+MIB = 2**20
 AHEAD = 2
 """Buckets that are offered beyond the one in hand: one is written while the caller works on that, and he still holds
 the one before when he asks for the next."""
@@ -145,7 +146,7 @@ class P2pSender:
         if self._staging is None or generation != self._state.generation:
             if self._staging is not None:
                 self._staging.close()
-            self._staging = Staging(wire, int(self._options.segment_mib * 2**20))
+            self._staging = Staging(wire, self._options.segment_mib * MIB)
         size = self._options.engine_ranks
         rules = RULES[self._options.layout]
         self._state.given_up = True  # where the one before was, what is left of its writes may still wait in the pool
